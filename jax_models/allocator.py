@@ -1,4 +1,4 @@
-"""Settings of malloc for the memory that a process frees."""
+"""Settings that make malloc keep the memory that a process frees."""
 
 __all__ = ["tune_allocator"]
 
@@ -10,7 +10,7 @@ SETTINGS = {
     "M_TRIM_THRESHOLD": (-1, -1),  # the heap never shrinks
     "M_ARENA_MAX": (-8, 1),  # all threads share the heap
 }
-"""Number and value of the parameters of glibc's `mallopt`."""
+"""The parameters of glibc's `mallopt`: the number of each and the value it is set to."""
 
 
 def tune_allocator() -> bool:
@@ -23,14 +23,14 @@ def tune_allocator() -> bool:
 
     By default glibc's malloc returns large blocks to the system, so an array of more than 32 MiB
     always consists of fresh pages, and on a CPU these can cost more than the operation that fills
-    them. This function changes that by three calls of `mallopt`. The environment variables
+    them. This function calls `mallopt` three times to keep such blocks. The environment variables
     `MALLOC_MMAP_MAX_=0`, `MALLOC_TRIM_THRESHOLD_=1099511627776` and `MALLOC_ARENA_MAX=1` do the
     same. docs/benchmarks.md has the figures; `man 3 mallopt` describes the parameters.
 
-    The price is memory: the process never becomes smaller than it was at its peak, and the peak is
-    higher, because freed blocks leave gaps that not every new array fits. On 22 November 2026
-    a training step of the preset `hawk` took 376 ms in place of 529, and 1.8 times the memory.
-    Arrays on a GPU or a TPU are not affected.
+    The price is memory: the process never shrinks below its peak, and the peak is higher, because
+    freed blocks leave gaps that are too small for some new arrays. On 22 November 2026 a training
+    step of the preset `hawk` took 376 ms instead of 529 ms, and used 1.8 times the memory. Arrays
+    on a GPU or a TPU are not affected.
 
     Call it before JAX makes its first array, because existing blocks stay where they are.
     `import jax_models` does not call it. `python -m train` does.
@@ -46,7 +46,7 @@ def tune_allocator() -> bool:
 
 
 def malloc_is_glibc() -> bool:
-    """Whether this process allocates by glibc's malloc."""
+    """Whether this process allocates with glibc's malloc."""
     if not sys.platform.startswith("linux"):
         return False
     process = ctypes.CDLL(None)
@@ -67,7 +67,7 @@ class _Symbol(ctypes.Structure):
 
 
 def library_of(function: str) -> str:
-    """The file that gives this process a C function."""
+    """The shared library from which this process gets a C function."""
     process, found = ctypes.CDLL(None), _Symbol()
     process.dladdr(ctypes.cast(process[function], ctypes.c_void_p), ctypes.byref(found))
     return found.file.decode()

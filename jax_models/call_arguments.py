@@ -1,4 +1,4 @@
-"""Checks of the arguments of a layer's or a model's call."""
+"""Checks of the arguments with which a layer or a model is called."""
 
 __all__ = ["state_batch_axes"]
 
@@ -30,7 +30,7 @@ class HasState(Protocol):
 
 
 def state_batch_axes(layer: HasState) -> Any:
-    """The batch axis of each array of a layer's state, as `vmap` takes it.
+    """The batch axis of each array of a layer's state, as `vmap` expects in `in_axes`.
 
     >>> state_batch_axes(LSTM(64, 256, rngs=nnx.Rngs(0)))
     LSTMState(h=1, c=1)
@@ -47,7 +47,7 @@ def state_batch_axes(layer: HasState) -> Any:
 
 
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
-    """The features as an array of one of the ranks (unbatched, batched)."""
+    """Returns x as a floating array of one of the `ranks` (unbatched, batched), or refuses it."""
     x = checked_array("x", as_array("x", x), Float)
     if x.ndim not in ranks or x.shape[-1] != in_features:
         steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}
@@ -62,7 +62,7 @@ def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major:
 def checked_lengths(
     lengths, batch_shape: tuple[int, ...], time: int
 ) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
-    """`lengths` (a scalar for an unbatched sequence) as `lengths_within` gives them, or None."""
+    """Returns the results of `lengths_within`, or None and None if `lengths` is None."""
     if lengths is None:
         return None, None
     if not isinstance(lengths, jax.Array):
@@ -94,7 +94,7 @@ def checked_reset(
 
 
 def checked_step_reset(reset, shape: tuple[int, ...], time_axis: int) -> Array | None:
-    """Returns the `reset` of a step as that of a sequence of one step, or raises an error."""
+    """Returns the `reset` of a single step with a time axis of size 1, or raises an error."""
     if reset is None:
         return None
     reset = checked_array("reset", as_array("reset", reset), Bool, shape)
@@ -102,7 +102,7 @@ def checked_step_reset(reset, shape: tuple[int, ...], time_axis: int) -> Array |
 
 
 def checked_state(layer: HasState, state: State, batch_size: int, *, batched: bool = True) -> State:
-    """Returns a state of a layer or a model as arrays with a batch axis, or raises an error."""
+    """Returns the state of a layer or a model as arrays with a batch axis, or raises an error."""
     expected = jax.eval_shape(lambda: layer.init_state(batch_size))
     if not batched and jax.tree.structure(state) == jax.tree.structure(expected):
         state = jax.tree.map(jnp.expand_dims, state, state_batch_axes(layer))
@@ -122,7 +122,7 @@ def checked_state(layer: HasState, state: State, batch_size: int, *, batched: bo
 
 
 def _check_structure(name: str, state: Any, expected: Any) -> None:
-    """Refuse another structure, naming the innermost field that has it."""
+    """Raises an error that names the innermost field whose structure is wrong."""
     if jax.tree.structure(state) == jax.tree.structure(expected):
         return
     if type(state) is type(expected) and hasattr(expected, "_fields"):

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 _failures: defaultdict[str, list[str]] = defaultdict(list)
-"""By entry point group: the packages that failed, each with its error."""
+"""For each entry point group, the packages that could not be used, each with its error."""
 
 
 def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
@@ -39,14 +39,12 @@ def failures_as_warnings(group: str, package: str) -> Iterator[None]:
 
 
 def broken_packages(group: str) -> str:
-    """Returns the end of an error about a missing name: the packages that failed, or an empty
-    string.
-    """
+    """Lists the failed packages for an error about a missing name. Returns "" if none failed."""
     return f" (broken packages: {'; '.join(_failures[group])})" if _failures[group] else ""
 
 
 def by_name(kind: str, found: Iterable[tuple[str, Value, str]]) -> dict[str, Value]:
-    """The values by name. Each comes with its name and the place that defines it.
+    """The values by name. Each item of `found` is a name, a value and the place that defines it.
 
     Raises:
         ValueError: two values have the same name.

@@ -13,13 +13,13 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def with_auto_axes(call: Call) -> Call:
-    """Runs the call of a layer or a model with Auto axes if the mesh that is set has Explicit ones.
+    """Wraps the call of a layer or a model so that it runs with Auto axes under an Explicit mesh.
 
     With Explicit axes, JAX refuses every operation whose result could be sharded in several ways,
     such as a projection from sharded features, or a scan from zeros over a sharded batch. With Auto
-    axes, the compiler chooses. The outputs are sharded like x, except that their features are not
-    sharded. The last state is sharded like the given state. Without one, its batch axis is sharded
-    like that of x.
+    axes, the compiler chooses the sharding. The outputs are sharded like x, except for their
+    features, which are not sharded. The last state is sharded like the given state. If no state is
+    given, the batch axis of the last state is sharded like that of x.
     """
     signature = inspect.signature(call)
 
@@ -31,7 +31,8 @@ def with_auto_axes(call: Call) -> Call:
         bound = signature.bind(layer, *args, **kwargs)
         bound.apply_defaults()
         (_, x, state), masks = bound.args, bound.kwargs
-        # auto_axes must get every array as an argument, including those of the layer
+        # `auto_axes` converts only its arguments, so every array must be one, including the layer's
+        # own.
         graphdef, variables = nnx.split(layer)
         leaves, structure = jax.tree.flatten((variables, x, state, masks))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
@@ -43,7 +44,8 @@ def with_auto_axes(call: Call) -> Call:
             y, last_state = call(layer, x, state, **masks)
             return y, last_state, assigned(variables, nnx.state(layer))
 
-        # The layer inside is a copy, so what it assigned to its variables is returned, too.
+        # `run` works on a copy of the layer, so it also returns the variables that the call
+        # changed.
         out_sharding = (*_output_specs(layer, x, state), P())
         auto: Any = jax.sharding.auto_axes(run, axes=explicit_axes, out_sharding=out_sharding)
         y, last_state, changes = auto(arrays)
@@ -54,7 +56,7 @@ def with_auto_axes(call: Call) -> Call:
 
 
 def _output_specs(layer, x, state) -> tuple[P, Any]:
-    """Returns how the outputs and the last state are sharded."""
+    """Returns the shardings of the outputs and of the last state."""
     spec, time_major = _spec(x), getattr(layer, "time_major", None)
     if time_major is not None:  # a sequence layer; models read tokens or samples, not features
         spec = P(*spec[:-1])
@@ -77,7 +79,7 @@ def _spec(array: Any) -> P:
 
 
 def assigned(before: nnx.State, after: nnx.State) -> nnx.State:
-    """Returns the variables that a layer assigned to, such as dropout's count of its masks."""
+    """Returns the variables that a call assigned to, such as dropout's count of random keys."""
     old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     new = nnx.to_flat_state(after)
     return nnx.from_flat_state([(k, v) for k, v in new if v.get_raw_value() is not old.get(k)])

@@ -1,24 +1,25 @@
 """The axes of a layer's parameters that a mesh may divide.
 
 A layer declares these axes beside its weight table, under names that say what an axis counts (Flax
-calls such names logical axes). The code that has a mesh decides which mesh axis divides which name.
-The results are the same whichever axes are divided, but it is fastest to divide all axes of one
-name together.
+calls such names logical axes). The code that creates the mesh decides which mesh axis divides which
+name. The results do not depend on which axes are divided, but it is fastest to divide all axes of
+one name together.
 
     class MLP(nnx.Module):
         mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
 Paths are relative to the layer. The path of a submodule stands for all parameters in it. Paths that
 an instance does not have are ignored. A model has the declarations of all its layers. A parameter
-that is at least as large as a (features, features) matrix needs a declaration, even if only that it
-stays `whole`.
+that is at least as large as a (features, features) matrix needs a declaration, even if it only
+declares that the parameter stays `whole`.
 """
 
 from flax import nnx
 
 MeshAxes = dict[str, tuple[str, int] | None]
-"""From the path of a parameter, or of a submodule, to the name of an axis and its index. None: the
-parameter is not divided."""
+"""Maps the path of a parameter or a submodule to the name of an axis and its index, or to None if
+the parameter is not divided.
+"""
 
 VOCABULARY = "vocabulary"
 """The name of the axis of tokens. If a mesh does not divide it evenly, it stays whole, because its
@@ -51,7 +52,8 @@ def whole(*paths: str) -> MeshAxes:
 def declared_mesh_axes(model: nnx.Module) -> MeshAxes:
     """Returns the declarations of a model's layers, by the paths of its parameters.
 
-    If a layer and one of its submodules declare the same parameter, the submodule's one counts.
+    If a layer and one of its submodules declare the same parameter, the submodule's declaration
+    counts.
 
         >>> declared_mesh_axes(GatedMLP(64, 192, rngs=nnx.Rngs(0)))["down_proj.kernel"]
         ('hidden', 0)

@@ -21,48 +21,49 @@ from jax_models.ops.rows import Default
 
 Result = TypeVar("Result")
 Index = Annotated[int, "at least 0"]
-"""An integer of at least 0."""
+"""An integer that is at least 0."""
 
 Initializer = Callable[..., Array]
-"""A function `(key, shape, dtype)` that returns initial values, as Flax's layers take it."""
+"""A function `(key, shape, dtype)` that returns initial values, like the initializers of Flax."""
 
 
 class FilterOptions(TypedDict, total=False):
-    """The keyword arguments that every layer, norm and filter takes."""
+    """The keyword arguments of all layers, norms and filters."""
 
     param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
-    """The parameters' dtype, by default float32."""
+    """The dtype of the parameters, by default float32."""
     rngs: Required[nnx.Rngs]
     """Random keys for the parameters (`params`) and the masks of dropout (`dropout`)."""
 
 
 class NormOptions(FilterOptions, total=False):
-    """The keyword arguments that layers and norms take."""
+    """The keyword arguments of layers and norms."""
 
     dtype: FloatingDtype | None
-    """The computation's dtype. None: that of x and the parameters. States are carried, and norms,
-    softmaxes, filters and transforms computed, in at least float32."""
+    """The dtype of the computation. None: the dtype to which x and the parameters promote. States,
+    norms, softmaxes, filters and transforms are computed in at least float32.
+    """
 
 
 class MatrixOptions(NormOptions, total=False):
-    """The keyword arguments that layers without biases take."""
+    """The keyword arguments of layers without biases."""
 
     kernel_init: Initializer | None
     """Initializes matrices and the kernels of convolutions. None: the layer's default."""
 
 
 class LayerOptions(MatrixOptions, total=False):
-    """The keyword arguments that layers take."""
+    """The keyword arguments of layers."""
 
     bias_init: Initializer | None
-    """Initializes the biases. None: the layer's default, or zero if it names none."""
+    """Initializes the biases. None: the layer's default, or zero if the layer documents none."""
 
 
 Options = TypeVar("Options")
 
 
 def only(kind: type[Options], options: Any) -> Options:
-    """Those of the options that a TypedDict declares."""
+    """Returns the options that a TypedDict declares."""
     known: Any = {name: value for name, value in options.items() if name in kind.__annotations__}
     return known
 
@@ -77,9 +78,9 @@ def with_inits(
     bias_init: Initializer | None = nnx.initializers.zeros,
     **others: Any,
 ) -> dict[str, Any]:
-    """The options of a `Linear`, with these initializers where the caller has given none.
+    """Returns the options of a `Linear`, with these initializers unless `options` has its own.
 
-    If `bias_init` is None, the options have none, because the part has no bias.
+    If `bias_init` is None, the result has no `bias_init`, because the part has no bias.
     """
     others |= norm_options(options)
     if bias_init is not None:
@@ -88,7 +89,7 @@ def with_inits(
 
 
 def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
-    """Flax's source of random keys."""
+    """Returns Flax's source of random keys, or raises an error."""
     if not isinstance(rngs, nnx.Rngs):
         got = " ".join(repr(rngs).split())
         raise TypeError(
@@ -100,13 +101,13 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 
 
 def refuse_unused(name: str, init: Initializer | None, *, unless: bool, because: str) -> None:
-    """Refuse an initializer of a parameter that does not exist."""
+    """Raises an error if an initializer is given for a parameter that does not exist."""
     if init is not None and not unless:
         raise ValueError(f"{name}: expected None {because}, got an initializer")
 
 
 def checked_path(name: str, path: Any) -> Path:
-    """The Path of a path or a string."""
+    """Returns a path or a string as a Path, or raises an error."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {described(path)}")
     return Path(path)
@@ -118,10 +119,10 @@ OPTIONS: dict[Any, Callable[[str, Any], Any]] = {
     nnx.Rngs: checked_rngs,
     Path: checked_path,
 }
-"""Checks of annotations, in addition to those of `ops.checks`. An `int` is a size."""
+"""The checks of annotations, in addition to those of `ops.checks`. An `int` is a size."""
 
 checked_options = checked(OPTIONS)
-"""The decorator of a function that refuses what its annotations do not allow."""
+"""The decorator of functions whose arguments are checked against their annotations."""
 
 
 class ConstructorSignature:
@@ -168,21 +169,21 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "step": explained,
     "logits": explained,
 }
-"""The decorators of a layer's or a model's methods."""
+"""The decorators of the methods of layers and models."""
 
 
 class CheckedOptions:
-    """A class whose constructor refuses what its annotations do not allow.
+    """A class whose constructor checks its arguments against its annotations.
 
-    `ops.arguments.checked` says what they allow. In addition, an `int` is a size, which is
-    positive, an `Index` may be 0, and `nnx.Rngs` must be given as such. `METHODS` lists the
-    decorators of other methods.
+    `ops.arguments.checked` documents the annotations. In addition, an `int` is a size, which is
+    positive, an `Index` may be 0, and an argument annotated `nnx.Rngs` must be an `nnx.Rngs`.
+    `METHODS` lists the decorators of other methods.
     """
 
     __signature__ = ConstructorSignature()
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Decorate the methods that the class itself defines."""
+        """Decorates the methods that the class itself defines."""
         super().__init_subclass__(**kwargs)
         for name in METHODS.keys() & vars(cls).keys():
             setattr(cls, name, METHODS[name](vars(cls)[name]))
@@ -192,13 +193,13 @@ class CheckedFields:
     """A dataclass that refuses unknown fields and values that its annotations do not allow."""
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        """Refuse unknown fields, and suggest those that were meant."""
+        """Raises an error for unknown fields that suggests the right names."""
         self = super().__new__(cls)
         refuse_unknown("__init__", inspect.signature(cls.__init__), (self, *args), kwargs)
         return self
 
     def __post_init__(self):
-        """Check each field, and keep what the check makes of it."""
+        """Checks each field, and stores the value that the check returns."""
         values = {name: getattr(self, name) for name in self.field_types()}
         for name, value in self.checked_fields(values).items():
             object.__setattr__(self, name, value)
@@ -210,6 +211,6 @@ class CheckedFields:
 
     @classmethod
     def checked_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Values of some of the fields, as the checks of their annotations return them."""
+        """Returns the values of some fields after the checks of their annotations."""
         scope, types = Scope(SCALARS | OPTIONS, {}), cls.field_types()
         return {name: scope.checked(name, v, types.get(name, Any)) for name, v in values.items()}

@@ -1,4 +1,4 @@
-"""The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
+"""The interface that all sequence layers share: arguments, layouts, lengths and resets."""
 
 __all__ = ["SequenceLayer"]
 
@@ -28,20 +28,22 @@ from jax_models.weights import Layouts
 
 
 class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
-    """A layer from sequences to sequences that carries a state.
+    """The base class of layers that map sequences to sequences and carry a state.
 
         >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
         >>> y_t, state = layer.step(jnp.ones((8, 64)), state)
 
     `layer(x, state) -> (y, state)` runs over whole sequences, `layer.step(x_t, state)` over one
-    step. The state that comes out goes back in: a sequence cut anywhere gives the outputs of the
-    uncut one, and T steps equal one call.
+    step. Pass the returned state to the next call to continue a sequence. A sequence that is split
+    anywhere gives the same outputs as the whole sequence, and T steps give the same outputs as one
+    call.
 
-    A subclass sets `in_features`, `time_major`, `causal` (is there a `step`?), `resettable` (can
-    documents be packed?) and `divides_time` (does it heed `time_axis`?), and defines `init_state`
-    and `sequence`; it sees only checked, batched, batch-major arguments. Its constructor is checked
-    by its annotations (`CheckedOptions`).
+    A subclass sets `in_features`, `time_major`, `causal` (whether there is a `step`), `resettable`
+    (whether documents can be packed) and `divides_time` (whether `time_axis` is supported), and
+    defines `init_state` and `sequence`. Its `sequence` receives only checked, batched, batch-major
+    arguments. The arguments of its constructor are checked against their annotations
+    (`CheckedOptions`).
     """
 
     in_features: int
@@ -63,7 +65,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     )
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Refuse a `sequence` of earlier versions, which took `lengths` and `reset`."""
+        """Refuses a `sequence` with the arguments `lengths` and `reset` of earlier versions."""
         super().__init_subclass__(**kwargs)
         if "lengths" in inspect.signature(cls.sequence).parameters:
             raise TypeError(
@@ -79,7 +81,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         param_dtype: FloatingDtype = jnp.float32,
         **others: Any,
     ):
-        """Keep the options that all layers have, and ignore those that concern parameters."""
+        """Stores the options that all layers have, and ignores those that concern parameters."""
         if others.get("time_major"):
             raise TypeError(
                 f"{type(self).__name__}: time_major: only RNN, LSTM and GRU have it: swap the axes "
@@ -93,12 +95,12 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
-            time_axis: the mesh axis over whose devices time is divided: the viewed layer, called
-                inside a `jax.shard_map`, has some steps of a longer sequence. `reset` is of these
-                steps; states are those before and after the whole sequence.
+            time_axis: the mesh axis over which time is divided. Call the view inside a
+                `jax.shard_map`, where each device has some steps of a longer sequence. `reset`
+                refers to these steps, whereas states are those before and after the whole sequence.
 
         Raises:
-            NotImplementedError: each step of the layer needs the one before.
+            NotImplementedError: the layer does not support dividing time over devices.
 
         """
         if time_axis is not None:
@@ -109,12 +111,12 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
             self.time_axis = time_axis
 
     def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
-        """The `dtype` that the layer was built with, or else that of x and the parameters."""
+        """The `dtype` of the layer, or by default that to which x and parameters promote."""
         return self.dtype or jnp.result_type(x, self.param_dtype)
 
     @property
     def state_dtype(self) -> jnp.dtype:
-        """The dtype of the initial state: `dtype`, else `param_dtype`, and at least float32."""
+        """The dtype of the initial state: `dtype`, or else `param_dtype`, and at least float32."""
         return carry_dtype(self.dtype or self.param_dtype)
 
     def init_state(self, batch_size: int) -> State:
@@ -134,22 +136,22 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         state: State,
         rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """The layer on checked, batch-major arguments. Inputs beyond a row's length are zero."""
+        """Runs the layer on checked, batch-major arguments. Inputs in the padding are zero."""
         raise NotImplementedError
 
     def split(self, x: Float[Array, "batch time in"]) -> Any:
-        """The input as `sequence` reads it: x, or a tuple of the streams that x joins."""
+        """Returns the input of `sequence`: x, or a tuple of the parts concatenated in x."""
         return x
 
     def joined_sequence(
         self, x: Float[Array, "batch time in"], state: State, rows: Rows
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """Runs `sequence` with one array in and out, even if it has several streams."""
+        """Runs `sequence` with single arrays as input and output, even if it uses tuples."""
         y, state = self.sequence(self.split(x), state, rows)
         return jnp.concatenate(y, axis=-1) if isinstance(y, tuple) else y, state
 
     def torch_layouts(self) -> Layouts:
-        """The weight tables of this layer, by layout name; the first is the one to export to.
+        """The weight tables of this layer by layout name. By default, `to_torch` exports the first.
 
         A layer may also define `foreign_format(keys)`, which returns an error message if the keys
         are those of a model that is easily confused with it, or else None.
@@ -165,34 +167,35 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch time"] | Bool[ArrayLike, "time batch"] | None = None,
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """Run over whole sequences.
+        """Runs over whole sequences.
 
         Args:
-            x: (batch, time, features), or (time, batch, features) where the layer was built with
+            x: (batch, time, features), or (time, batch, features) if the layer was built with
                 `time_major=True` (an RNN, LSTM or GRU), or one unbatched sequence (time, features).
-            state: the state to start from, as `init_state` shapes it (an unbatched sequence's has
-                no batch axis); zeros when None.
-            lengths: how many steps of each row are real, 0 … time. Outputs beyond are zero, the
-                state is the one at the row's end, and a backward direction starts there. Under
-                `jit`, which cannot refuse it, a length outside makes the row's outputs and state
-                NaN; positions in the state then count the nearest length inside.
+            state: the state before the first step, with the shapes of `init_state` but without the
+                batch axis for an unbatched sequence. None: the state of `init_state`.
+            lengths: the number of steps of each row before its padding, 0 … time. Outputs in the
+                padding are zero, the returned state is the state at the end of each row, and a
+                backward direction starts there. Under `jit`, where no error can be raised, a length
+                outside that range makes the row's outputs and state NaN, and positions in the state
+                count the nearest length inside.
             reset: True at the first step of each document or episode: the state restarts before
-                that step, so that documents packed into a row stay apart. It has the layout of x
+                that step, so that packed documents do not see each other. The layout is that of x
                 without features: (batch, time), or (time, batch) with `time_major=True`.
 
         Returns:
             The outputs, in x's layout, and the state after the last step.
 
         Raises:
-            TypeError: x is not floating, lengths not integer, reset not bool, or the state has
-                another structure than `init_state` gives.
+            TypeError: x is not floating, lengths are not integers, reset is not bool, or the
+                structure of the state differs from that of `init_state`.
             ValueError: a rank or size is wrong, or a length lies outside 0 … time.
             NotImplementedError: `reset` is given to a layer that is not resettable.
 
         """
         if reset is not None and not self.resettable:
             raise NotImplementedError(f"{type(self).__name__}: reset: {self.unresettable_reason}")
-        # Check all arguments, and bring them into the batched, batch-major layout.
+        # Check all arguments, and convert them to the batched, batch-major layout.
         x = checked_features(x, self.in_features, ranks=(2, 3), time_major=self.time_major)
         batched = x.ndim == 3
         if not batched:
@@ -208,7 +211,8 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
-        # Padding is zero before and after the layer, so that nothing in it can reach a result.
+        # Set the padding to zero before and after the layer, so that its content cannot reach a
+        # result.
         rows = Rows.of(time, lengths, reset, self.time_axis)
         y, last_state = self.joined_sequence(rows.masked(x), start, rows)
         y = rows.masked(y)
@@ -227,13 +231,14 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch out"], State]:
-        """Runs one step from the state before it.
+        """Runs one step, given the state before it.
 
         Args:
             x_t: (batch, features), or (features,) unbatched.
             state: the state before the step.
-            reset: (batch,), or a single bool unbatched. True for each row whose x_t begins an
-                episode: its state restarts before the step, as with `reset` for a whole sequence.
+            reset: (batch,), or a single bool if unbatched. True for each row whose x_t begins a
+                document or an episode: its state restarts before the step, as with `reset` for a
+                whole sequence.
 
         Raises:
             NotImplementedError: the layer needs the whole sequence, or `reset` is given to a layer
@@ -251,7 +256,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
 
 
 def refuse_time_major(name: str, layer: SequenceLayer) -> None:
-    """Refuse a time-major layer inside another layer."""
+    """Refuses a time-major layer inside another layer."""
     if layer.time_major:
         raise ValueError(
             f"{name}: expected a layer with time_major=False, got True: swap the axes of x around "
@@ -260,10 +265,10 @@ def refuse_time_major(name: str, layer: SequenceLayer) -> None:
 
 
 def check_time(name: str, time: int, max_length: int) -> None:
-    """Refuse more steps than a layer was built for.
+    """Refuses more steps than a layer was built for.
 
-    For a symbolic number of steps, JAX has to know the limit: `jax.export.symbolic_shape("b, t",
-    constraints=["t <= 128"])`.
+    If the number of steps is symbolic, declare the limit:
+    `jax.export.symbolic_shape("b, t", constraints=["t <= 128"])`.
     """
     if checked_count(name, time) > max_length:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The same models in plain PyTorch, written to be read beside the equations.
+"""The same models in plain PyTorch, written to be easy to compare with the equations.
 
 The public names are those that the modules below list in their `__all__`.
 """

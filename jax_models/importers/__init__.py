@@ -1,1 +1,1 @@
-"""Recurrent layers of other frameworks, with their weights, as layers of this package."""
+"""Converts recurrent layers of other frameworks, with their weights, to layers of this package."""

@@ -1,4 +1,4 @@
-"""LSTM, GRU, SimpleRNN, RNN and Bidirectional layers of Keras."""
+"""Conversion of Keras's LSTM, GRU, SimpleRNN, RNN and Bidirectional layers."""
 
 __all__ = ["from_keras", "keras_table"]
 
@@ -22,36 +22,38 @@ from jax_models.weights.layouts import params_of
 
 KINDS: dict[str, Kind] = {"SimpleRNN": RNN, "LSTM": LSTM, "GRU": GRU}
 TWO_GATES_SWAPPED = (1, 0, 2)
-"""A GRU of Keras has z, r, h, ours r, z, n. An LSTM has our order."""
+"""Swaps the first two gates: Keras's GRU has them in the order z, r, h, and ours in r, z, n."""
 
 
 @checked_options
 def from_keras(
     layer: Any, *, dtype: FloatingDtype | None = None
 ) -> RecurrentStack | Stack | Reversed | Bidirectional:
-    """A recurrent layer of Keras, with its weights.
+    """Converts a recurrent layer of Keras, with its weights.
 
         >>> import keras
         >>> gru = keras.layers.GRU(4, return_sequences=True)
         >>> gru.build((None, None, 3))
         >>> layer = from_keras(gru)
 
-    x and y are Keras's with `return_sequences`, and the state's arrays are Keras's states with an
-    axis of 1 before them. A mask of padding at the end is `lengths=mask.sum(axis=1)`; Keras repeats
-    the last output there, ours is zero. With `go_backwards` the layer is a `Reversed`, whose
-    outputs stand at their own steps; Keras returns them in reverse. A `Bidirectional` is a
-    `Bidirectional`, and an `RNN` of a list of cells is a `Stack`, whose state is a tuple of the
-    layers' states. Dropout is left out. Keras itself is not imported. `keras_table` writes the
-    weights back.
+    x and y are the input and output of the Keras layer with `return_sequences=True`. The state's
+    arrays are Keras's states with a leading axis of size 1. For a Keras mask that marks padding at
+    the end, pass `lengths=mask.sum(axis=1)`. In the padding, Keras repeats the last output, whereas
+    the layer returned here outputs zeros. With `go_backwards` the layer is a `Reversed`, whose
+    outputs are in the order of x, whereas Keras returns them in reverse. A `Bidirectional` becomes
+    a `Bidirectional`, and an `RNN` of a list of cells becomes a `Stack`, whose state is a tuple of
+    the layers' states. Dropout is left out. Keras itself is not imported. To write the weights back
+    to Keras, use `keras_table`.
 
     Args:
-        layer: `keras.layers.LSTM`, `GRU`, `SimpleRNN`, an `RNN` of one or several of their cells,
-            or a `Bidirectional` of these that joins its outputs (`merge_mode="concat"`), built.
+        layer: a built `keras.layers.LSTM`, `GRU` or `SimpleRNN`, an `RNN` of one or several of
+            their cells, or a `Bidirectional` of these that joins its outputs
+            (`merge_mode="concat"`).
         dtype: the computation's dtype.
 
     Raises:
-        ValueError: the layer or one of its cells is of another kind, is not built, or has an
-            activation or a merge mode that no layer here has.
+        ValueError: the layer or one of its cells is of another class, is not built, or has an
+            activation or a merge mode that no layer of this package supports.
 
     """
     kind = type(layer).__name__
@@ -77,13 +79,14 @@ def keras_table(
 
     With several layers or directions, the keys are numbered, as in `1.kernel`, in the order in
     which `set_weights` of Keras's `Bidirectional`, or of its `RNN` of several cells, takes the
-    arrays. Where Keras has one bias and we have two, it gets their sum.
+    arrays. Where Keras has one bias and our layer has two, Keras's bias is their sum.
 
     Args:
         layer: an `LSTM`, `GRU`, `RNN`, or a `Stack`, `Reversed` or `Bidirectional` of them.
-        index: the layer to take, to exchange weights with a single Keras layer. The keys then have
-            no numbers, and `from_torch` leaves the other layers unchanged. With two directions, 2 l
-            is the forward direction of layer l, and 2 l + 1 the backward direction. None: all.
+        index: the number of one layer, to exchange weights with a single Keras layer. The keys then
+            have no numbers, and `from_torch` leaves the other layers unchanged. With two
+            directions, 2 l is the forward direction of layer l, and 2 l + 1 its backward direction.
+            None: all layers.
 
     Raises:
         TypeError: the layer is of another class.
@@ -143,7 +146,7 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
 
 
 def _kept(layer: Any, path: str) -> Weight:
-    """Returns the row of a parameter that has no key, and keeps its value on import."""
+    """Returns a row for a parameter without a key, whose value import leaves unchanged."""
 
     def value() -> tuple[Any]:
         array = params_of(layer)[path].get_value()
@@ -155,7 +158,7 @@ def _kept(layer: Any, path: str) -> Weight:
 
 
 def _in_order(row: Weight, order: Sequence[int]) -> Weight:
-    """The row, its key's gates in another order, which is its own inverse."""
+    """Reorders the gates of a row's key. The order is a permutation that is its own inverse."""
     return row._replace(
         to_jax=lambda a: row.to_jax(reordered(a, order)),
         to_torch=lambda *values: tuple(reordered(a, order) for a in row.to_torch(*values)),
@@ -179,6 +182,7 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
     if kind not in KINDS:
         expected = ", ".join(f"{name}Cell" for name in KINDS)
         raise ValueError(f"layer: expected cells of {expected}, got {type(cell).__name__}")
+    # Refuse activations that the layer of this package does not have.
     config = cell.get_config()
     activations = ("tanh", "relu") if kind == "SimpleRNN" else ("tanh",)
     for name, expected in (("activation", activations), ("recurrent_activation", ("sigmoid",))):
@@ -187,6 +191,7 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
                 f"layer: {type(cell).__name__} {cell.name}: expected {name} "
                 f"{' or '.join(map(repr, expected))}, got {config[name]!r}"
             )
+    # The remaining settings become options of the layer, whose sizes come from the weights.
     options: dict[str, Any] = {}
     if kind == "SimpleRNN":
         options["nonlinearity"] = config["activation"]

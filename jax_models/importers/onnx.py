@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN nodes of ONNX models."""
+"""Conversion of LSTM, GRU and RNN nodes of ONNX models."""
 
 __all__ = ["from_onnx", "onnx_table"]
 
@@ -19,12 +19,14 @@ from jax_models.weights.rows import namespace
 
 KINDS: dict[str, Kind] = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
 ORDERS = {RNN: (0,), LSTM: (0, 3, 1, 2), GRU: (1, 0, 2)}
-"""The places of ONNX's gates in this package: i, o, f, c of an LSTM, z, r, h of a GRU."""
+"""For each of ONNX's gates, its place in this package. ONNX orders an LSTM's gates i, o, f, c and a
+GRU's z, r, h.
+"""
 ACTIVATIONS = {"RNN": ("tanh",), "LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh")}
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 WEIGHTS = ("W", "R", "B", "P")
 ATTRIBUTES = {"direction", "hidden_size", "layout", "linear_before_reset", "activations"}
-"""Those that a layer is built from. Others must be absent, or zero."""
+"""The attributes from which a layer is built. All others must be absent or zero."""
 
 
 @checked_options
@@ -35,7 +37,7 @@ def from_onnx(
     *,
     dtype: FloatingDtype | None = None,
 ) -> RecurrentStack | Reversed:
-    """The layer of an `LSTM`, `GRU` or `RNN` node of an ONNX model.
+    """Converts an `LSTM`, `GRU` or `RNN` node of an ONNX model to a layer.
 
         >>> import onnx
         >>> node = onnx.helper.make_node("GRU", ["X", "W", "R"], ["Y"], hidden_size=4)
@@ -43,22 +45,24 @@ def from_onnx(
         >>> weights = {"W": jnp.ones((1, 12, 3)), "R": jnp.ones((1, 12, 4))}
         >>> layer = from_onnx(onnx.helper.make_model(graph), weights=weights)
 
-    `X` is the layer's x, time-major with `layout=0`. `Y`, (time, directions, batch, hidden), is its
-    y (time, batch, directions · hidden). `sequence_lens` are its `lengths`, `initial_h`,
-    `initial_c`, `Y_h` and `Y_c` its state, with `layout=1` (batch, directions, hidden) in ONNX. A
-    node of direction `reverse` is a `Reversed`. `onnx_table` writes the weights back.
+    The node's input `X` is the layer's x, which is time-major if the node has `layout=0`. The
+    output `Y`, (time, directions, batch, hidden), is the layer's y, (time, batch, directions ·
+    hidden). `sequence_lens` corresponds to `lengths`, `initial_h` and `initial_c` to the state
+    before the first step, and `Y_h` and `Y_c` to the state after the last. With `layout=1`, ONNX
+    stores states as (batch, directions, hidden). A node of direction `reverse` becomes a
+    `Reversed`. To write the weights back, use `onnx_table`.
 
     Args:
-        model: an `onnx.ModelProto`, as `onnx.load` gives it.
-        node: the node's name, or that of one of its outputs. None: the model's only one.
-        weights: arrays by the names that the graph has for them, if it does not hold them itself.
+        model: an `onnx.ModelProto`, as returned by `onnx.load`.
+        node: the name of the node or of one of its outputs. None: the model's only recurrent node.
+        weights: weights that are not stored in the graph, by their names in the graph.
         dtype: the computation's dtype.
 
     Raises:
         ImportError: the package `onnx` is not installed.
         TypeError: `model` is not a ModelProto.
-        ValueError: there is no such node, or several; a weight is missing, of another shape, or
-            computed in the graph; or the node has an attribute that no layer has.
+        ValueError: no node or several nodes match; a weight is missing, has the wrong shape, or is
+            computed in the graph; or the node has an attribute that no layer supports.
 
     """
     try:
@@ -72,7 +76,7 @@ def from_onnx(
     where = f"{proto.op_type} {proto.name or proto.output[0] or proto.output[1]}"
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
 
-    # The constants that the graph holds.
+    # Weights are constants of the graph: its initializers, and the outputs of Constant nodes.
     held = {tensor.name: tensor for graph in every for tensor in graph.initializer}
     held |= {
         n.output[0]: a.t
@@ -86,7 +90,7 @@ def from_onnx(
         constant = held.get(names.get(name, ""))
         if constant is not None and onnx.numpy_helper.to_array(constant).any():
             raise ValueError(f"{where}: {name} is a constant of the graph, which no layer holds")
-    # The weights, which the caller may have given instead.
+    # Weights that the caller gives take precedence over those of the graph.
     given = held | dict(weights or {})
     needed = {key: names[key] for key in WEIGHTS if names.get(key)}
     if missing := [f"{key} ({name})" for key, name in needed.items() if name not in given]:
@@ -105,14 +109,15 @@ def from_onnx(
 
 @checked_options
 def onnx_table(layer: LSTM | GRU | RNN) -> Table:
-    """The weights of a layer as ONNX's `W`, `R`, `B` and `P`: a `layout` of `to_torch`.
+    """The weights of a layer under ONNX's names `W`, `R`, `B` and `P`: a `layout` of `to_torch`.
 
         >>> layer = LSTM(5, 6, bidirectional=True, rngs=nnx.Rngs(0))
         >>> weights = to_torch(layer, onnx_table(layer))
 
     Raises:
         TypeError: the layer is not an `LSTM`, `GRU` or `RNN`. For a `Reversed`, give its `layer`.
-        ValueError: the layer has what no node has: several layers, a projection, one of two biases.
+        ValueError: the layer has several layers, a projection, or only one of the two biases, none
+            of which an ONNX node can have.
 
     """
     if not isinstance(layer, tuple(ORDERS)):
@@ -124,7 +129,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         or (first.bias_ih is None) != (first.bias_hh is None)
     ):
         raise ValueError("layer: expected one layer without a projection, with both biases or none")
-    # ONNX has the gates in another order, and all directions in one array.
+    # ONNX orders the gates differently, and stores all directions in one array.
     directions = range(layer.num_directions)
     to_onnx = next(order for kind, order in ORDERS.items() if isinstance(layer, kind))
     to_ours = tuple(int(i) for i in np.argsort(to_onnx))
@@ -155,7 +160,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
             )
         )
     if first.peephole is not None:
-        i_f_o = (0, 2, 1)  # of i, o, f, and back
+        i_f_o = (0, 2, 1)  # from ONNX's order i, o, f and back
         table.append(
             Weight(
                 tuple(f"cells.{d}.peephole" for d in directions),
@@ -168,7 +173,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
 
 
 def graphs(graph: Any) -> Iterator[Any]:
-    """A graph and those in its nodes."""
+    """A graph and the subgraphs in its nodes, such as loop bodies."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -188,6 +193,7 @@ def _chosen(nodes: list[Any], name: str | None) -> Any:
 def _layer(
     where: str, op_type: str, attributes: dict[str, Any], arrays: dict[str, np.ndarray], dtype: Any
 ) -> RecurrentStack | Reversed:
+    # Refuse attributes and shapes that no layer of this package can represent.
     for name in attributes.keys() - ATTRIBUTES:
         if np.any(attributes[name]):
             raise ValueError(f"{where}: no layer has its {name}={attributes[name]}")
@@ -200,6 +206,7 @@ def _layer(
                 f"{where}: {key}: expected {rank} axes, the first of {count} for direction "
                 f"{direction}, got shape {array.shape}"
             )
+    # The remaining attributes become options of the layer.
     options: dict[str, Any] = {}
     given = [a.decode().lower() for a in attributes.get("activations", [])]
     if op_type == "RNN" and given == ["relu"] * count:

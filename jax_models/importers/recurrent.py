@@ -1,4 +1,4 @@
-"""A layer from its sizes, its options and a table of its weights, for both importers."""
+"""Builds a layer from its sizes, its options and a table of its weights, for both importers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def loaded(
     dtype: Any,
     **options: Any,
 ) -> RecurrentStack:
-    """The layer, in the dtype of the weights, which are never drawn first."""
+    """The layer with the given weights, in their dtype. No random weights are drawn first."""
     param_dtype = jnp.result_type(*weights.values())
     options |= {"dtype": dtype, "param_dtype": param_dtype}
     layer = nnx.eval_shape(lambda: kind(**options, rngs=nnx.Rngs(0)))
@@ -32,6 +32,6 @@ def loaded(
 
 
 def reordered(gates: Any, order: Sequence[int]) -> Any:
-    """The gates, side by side along the last axis, in another order."""
+    """Reorders the gates, which are side by side along the last axis."""
     parts = namespace(gates).split(gates, len(order), axis=-1)
     return namespace(gates).concat([parts[i] for i in order], axis=-1)

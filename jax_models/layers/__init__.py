@@ -1,1 +1,1 @@
-"""The layers: one architecture a file, NNX modules over `ops`, with their weight tables."""
+"""The layers: NNX modules that call `ops`, one architecture per file, with their weight tables."""

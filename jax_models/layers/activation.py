@@ -1,4 +1,4 @@
-"""The activations that layers take by name."""
+"""The activations that can be chosen by name."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -12,7 +12,7 @@ from jax_models import ops
 Gelu = Literal["gelu", "gelu_tanh"]
 """The exact GELU, with erf, or its approximation with tanh."""
 GateActivation = Literal[Gelu, "silu"]
-"""The activations that the gate of a gated MLP may have."""
+"""The activations of a gated MLP's gate."""
 MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
 """The activations of safari's Hyena, applied before its output projection."""
 

@@ -21,16 +21,16 @@ from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
 
 class SelfAttentionState(NamedTuple):
-    """The state of attention: the keys and values of the document so far, the first at slot 0."""
+    """The state of attention: the keys and values of the document so far, starting at slot 0."""
 
     position: Int[Array, " batch"]
-    """Number of keys so far."""
+    """The number of keys so far."""
     keys: Float[Array, "batch max_length heads head_features"]
     values: Float[Array, "batch max_length heads head_features"]
 
 
 class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
-    """A transformer block.
+    """A pre-norm transformer block with causal self-attention.
 
         >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -38,16 +38,17 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         z = x + attention(ln1(x))
         y = z + gelu(ln3(z) W_up + b_up) W_down + b_down
 
-    attention is softmax(q kᵀ / √(features / heads)) v of each head over the steps up to the current
-    one, then a projection. x and y are (batch, time, features), the state
-    `SelfAttentionState(position, keys, values)`. gelu is the exact one, with erf. A step costs
-    O(max_length); outputs from step max_length of a document on are NaN.
+    Each head of the attention computes softmax(q kᵀ / √(features / heads)) v over the steps up to
+    the current one, and a projection follows. x and y are (batch, time, features), and the state is
+    `SelfAttentionState(position, keys, values)`. gelu is the exact GELU, with erf. A step costs
+    O(max_length). The outputs from step max_length of a document on are NaN.
 
     Args:
         features: size of x_t and y_t.
         num_heads: number of heads, each of size features / num_heads.
-        max_length: the longest sequence, and the slots of the state.
-        dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
+        max_length: the length of the longest sequence, and the number of slots of the state.
+        dropout_rate: rate of the dropout of the attention weights and of the MLP's output in
+            training.
         **options: as in `LayerOptions`. Matrices start as in torch, biases at zero.
 
     Raises:
@@ -82,18 +83,18 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
 
     def init_state(self, batch_size: int) -> SelfAttentionState:
-        """No keys yet, in at least float32."""
+        """An empty cache of keys and values, in at least float32."""
         head_features = self.in_features // self.num_heads
         shape = (batch_size, self.max_length, self.num_heads, head_features)
         keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
     def start(self, batch_size: int) -> None:
-        """None: at the beginning there is nothing to attend to but x."""
+        """None: at the beginning, there is nothing to attend to except x."""
         return None
 
     def sequence(self, x, state, rows):
-        """Attention, then the MLP, each added to what it reads."""
+        """Attention, then the MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         heads = (self.num_heads, self.in_features // self.num_heads)
         q, k, v = (
@@ -113,7 +114,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         state: SelfAttentionState | None,
         rows: Rows,
     ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
-        """Attention over the state's keys and those of the sequence, and the state after it."""
+        """Attends to the keys of the state and of the sequence, and returns the state after it."""
         batch_size, time = q.shape[:2]
         if rows.reset is None:
             check_time("x", time, self.max_length)
@@ -125,8 +126,9 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         if rows.reset is not None:
             document = jnp.cumsum(rows.reset, axis=1, dtype=jnp.int32)
         after = _written(before, k, v, positions, end, document, rows)
-        # A single step reads the cache. A sequence reads its own keys, too, since those of earlier
-        # documents are no longer in the cache.
+        # A single step reads the updated cache. A sequence reads the old cache and its own keys,
+        # because the updated cache no longer holds the keys of documents that ended in the
+        # sequence.
         slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
         if state is not None and time == 1 and rows == Rows():
             k, v = after.keys, after.values
@@ -180,7 +182,7 @@ def _written(
     document: Int[Array, "batch time"] | None,
     rows: Rows,
 ) -> SelfAttentionState:
-    """The state with the keys and values of each row's last document in their slots."""
+    """Writes the keys and values of each row's last document into the state."""
     batch_size, time = positions.shape
     cache = {"keys": state.keys, "values": state.values}
     kept = jnp.ones((batch_size, time), bool) if rows.active is None else rows.active

@@ -1,4 +1,4 @@
-"""Two whole stacks, one of which runs on reversed time."""
+"""Two whole stacks, one of which runs backward in time."""
 
 __all__ = ["Bidirectional", "BidirectionalState"]
 
@@ -25,10 +25,10 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
         >>> layer = Bidirectional(LSTM(64, 256, rngs=rngs), GRU(64, 128, rngs=rngs))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    The two stacks meet at the end only. With one layer each, this is the network that
-    `bidirectional=True` makes. With more, each layer reads its own direction of the layer below,
-    where `bidirectional=True` lets it read both. The `dtype` and `param_dtype` are the forward
-    stack's.
+    Only the outputs of the two stacks are joined. If each stack has one layer, this is the same
+    network as `bidirectional=True`. With more layers, each layer reads only its own direction of
+    the layer below, whereas with `bidirectional=True` it reads both. The `dtype` and `param_dtype`
+    are those of the forward stack.
 
     Args:
         forward: the layer that runs from the first step to the last.
@@ -36,10 +36,10 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
 
     Raises:
         TypeError: one of the two is not a `SequenceLayer`.
-        ValueError: the two differ in `in_features`, or one is bidirectional or has `time_major`.
+        ValueError: the two differ in `in_features`, or one has no `step` or has `time_major`.
 
-    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` has the keys
-    of torch_ref.RNNBidirectional.
+    Layouts: those that both layers have, with keys that begin with `rnn_f.` and `rnn_b.`. `deep`
+    has the keys of torch_ref.RNNBidirectional.
 
     """
 

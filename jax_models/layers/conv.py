@@ -23,8 +23,9 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 
         y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
 
-    x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
-    inputs, (batch, features, K − 1), zeros at first. An input from before a `reset` counts as zero.
+    x and y are (batch, time, features). The state is `CausalConv1DState(inputs)` with the last
+    K − 1 inputs, (batch, features, K − 1), initially zeros. Inputs from before a `reset` count as
+    zero.
 
     Args:
         features: size of x_t and y_t.
@@ -62,7 +63,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf`: a `torch.nn.Conv1d` with a group for each channel; `deepmind`."""
+        """`hawk` and `hf`: a depthwise `torch.nn.Conv1d`. `deepmind`: recurrentgemma's Conv1D."""
 
         def table(prefix: str) -> list[Weight]:
             key = (f"{prefix}weight",)

@@ -1,4 +1,4 @@
-"""Dropout, whose masks do not depend on how rows and time are divided over devices."""
+"""Dropout with masks that do not depend on how rows and time are divided over devices."""
 
 import warnings
 
@@ -12,15 +12,15 @@ from jax_models.ops.checks import checked_rate
 
 
 class Dropout(nnx.Dropout):
-    """Zero each element with the probability `rate`, and divide the others by `1 − rate`.
+    """Zeroes each element with probability `rate`, and divides the others by `1 − rate`.
 
         >>> dropout = Dropout(0.1, rngs=nnx.Rngs(0))
         >>> y = dropout(jnp.ones((8, 100, 64)))
 
-    The mask of a step is a function of the key, of the step's row and of its place in the row, and
-    of nothing else. `nnx.view(model, batch_axis="data", time_axis="sequence")` names the mesh axes
-    over whose devices rows and time are divided, inside a `jax.shard_map`: each device then draws
-    its part of the mask that one device would draw. At rate 0 there is no random state.
+    The mask of a step depends only on the key, the step's row and its place in the row. Inside a
+    `jax.shard_map`, call `nnx.view(model, batch_axis="data", time_axis="sequence")` to name the
+    mesh axes over which rows and time are divided. Each device then draws its part of the mask that
+    a single device would draw. At rate 0 there is no random state.
 
     Raises:
         ValueError: the rate is not in [0, 1).
@@ -35,7 +35,7 @@ class Dropout(nnx.Dropout):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Array, "batch time *features"]
     ) -> Float[Array, "batch time *features"]:
-        """Drop elements of x, or none where the module is `deterministic`."""
+        """Drops elements of x, unless the module is `deterministic`."""
         if self.deterministic or self.rngs is None:
             return x
         batch_size, time, *features = x.shape
@@ -59,9 +59,9 @@ class Dropout(nnx.Dropout):
         """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
-            deterministic: nothing is dropped: for inference.
-            batch_axis: the mesh axis over whose devices rows are divided.
-            time_axis: the mesh axis over whose devices time is divided.
+            deterministic: if true, nothing is dropped, for inference.
+            batch_axis: the mesh axis over which rows are divided.
+            time_axis: the mesh axis over which time is divided.
 
         """
         super().set_view(deterministic)
@@ -70,7 +70,7 @@ class Dropout(nnx.Dropout):
 
 
 def dropout_between(num_layers: int, rate: float, *, rngs: nnx.Rngs) -> Dropout:
-    """The dropout of the inputs of every layer of a stack but the first."""
+    """Returns the dropout module for the inputs of every layer of a stack but the first."""
     dropout = Dropout(rate, rngs=rngs)
     if rate and num_layers == 1:
         warnings.warn(
@@ -82,6 +82,6 @@ def dropout_between(num_layers: int, rate: float, *, rngs: nnx.Rngs) -> Dropout:
 
 
 def places(count: int, axis: str | None) -> Int[Array, " count"]:
-    """The numbers of this device's rows, or steps, among those of all devices."""
+    """The indices of this device's rows, or steps, among those of all devices."""
     first = 0 if axis is None else lax.axis_index(axis) * count
     return first + jnp.arange(count, dtype=jnp.int32)

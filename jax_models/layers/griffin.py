@@ -1,4 +1,4 @@
-"""The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
+"""The blocks of Griffin as implemented in RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
 
 __all__ = ["GriffinBlock", "GriffinRecurrence", "GriffinRecurrenceState"]
 
@@ -21,14 +21,14 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, rms_norm
 
 CONV_VARIANCE = 0.01
-"""The initial variance of a convolution's kernel, times its taps."""
+"""The initial variance of a convolution's kernel, multiplied by its number of taps."""
 
 
 class GriffinRecurrenceState(NamedTuple):
     """The state of the recurrent half of a block."""
 
     position: Int[Array, " batch"]
-    """Steps of the document so far."""
+    """The number of steps of the document so far."""
     conv: CausalConv1DState
     rglru: RGLRUState
 
@@ -41,19 +41,21 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
 
         y = (gelu(x W_gate + b_gate) ⊙ rglru(conv(x W_rec + b_rec))) W_out + b_out
 
-    x and y are (batch, time, features), the state
-    `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is
-    `RGLRU(num_blocks=…, scale_first_step=False)`, whose position is the `position` of this state.
+    x and y are (batch, time, features), and the state is
+    `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is an
+    `RGLRU(num_blocks=…, scale_first_step=False)`, whose position is stored as the `position` of
+    this state.
 
     Args:
         features: size of x_t and y_t.
-        num_blocks: blocks of the gates of the RG-LRU.
+        num_blocks: number of diagonal blocks of the RG-LRU's gate matrices.
         hidden_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
         activation: which gelu.
-        out_init: initializes W_out. None: as the other matrices.
-        **options: as in `LayerOptions`. Matrices and kernels start as in recurrentgemma, normal,
-            with the variance 1 / inputs, the biases at zero.
+        out_init: initializes W_out. None: like the other matrices.
+        **options: as in `LayerOptions`. As in recurrentgemma, matrices are drawn from a normal
+            distribution with variance 1 / inputs, the convolution's kernel with variance
+            0.01 / taps, and biases are zero.
 
     Raises:
         ValueError: a size is not positive, or num_blocks does not divide hidden_features.
@@ -90,13 +92,13 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         return GriffinRecurrenceState(position, conv, RGLRUState(h))
 
     def recurrence(self, u, state, rows):
-        """The RG-LRU at the block's position, and the block's state after it."""
+        """Runs the RG-LRU from the block's position, and returns the block's new state."""
         before = state.rglru._replace(position=state.position)
         h, (last, position) = self.rglru.sequence(u, before, rows)
         return h, state._replace(position=position, rglru=RGLRUState(last))
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; recurrentgemma's."""
+        """`hf` has the keys of transformers, the others those of recurrentgemma."""
         projections = {
             "gate_proj": "linear_y",
             "recurrent_proj": "linear_x",
@@ -116,7 +118,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
 
 
 GriffinMixing = Literal["recurrent", "attention"]
-"""The kind of layer that mixes the steps of a block."""
+"""The kinds of layer that mix the steps of a block."""
 
 
 class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
@@ -128,33 +130,34 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         x ← x + mixing(norm(x))
         x ← x + mlp(norm(x))
 
-    x is (batch, time, features). The mixing is a `GriffinRecurrence` or a `LocalAttention`, whose
-    state is the block's; the norms are `ZeroCenteredRMSNorm`s, the MLP is a `GatedMLP` with biases.
+    x is (batch, time, features). The mixing layer is a `GriffinRecurrence` or a `LocalAttention`,
+    and its state is the state of the block. The norms are `ZeroCenteredRMSNorm`s, and the MLP is a
+    `GatedMLP` with biases.
 
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLP.
-        num_heads: heads of the attention, or blocks of the RG-LRU's gates.
-        mixing: whether the mixing is a recurrence or attention.
+        num_heads: number of heads of the attention, or of diagonal blocks of the RG-LRU's gates.
+        mixing: whether the mixing layer is a recurrence or attention.
         recurrent_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
-        num_kv_heads: heads of the keys and values.
-        window: steps that a step of the attention sees, itself among them.
-        rotary_fraction: the part of each head that is turned by its position.
+        num_kv_heads: number of heads of the keys and values.
+        window: number of steps that the attention sees from each step, including the step itself.
+        rotary_fraction: the fraction of each head that is rotated by its position.
         rope_theta: θ of `ops.rotary`.
-        attention_bias: queries, keys and values have biases.
+        attention_bias: whether queries, keys and values have biases.
         activation: which gelu.
         epsilon: ε of the norms.
-        out_variance: the variance of W_out and W_down at first, times their inputs;
-            2 / layers in recurrentgemma.
-        **options: as in `LayerOptions`; parameters start as in recurrentgemma.
+        out_variance: the initial variance of W_out and W_down, multiplied by their number of
+            inputs. recurrentgemma uses 2 / layers.
+        **options: as in `LayerOptions`; parameters are initialized as in recurrentgemma.
 
     Raises:
-        ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
-            `kernel_init`, which initializes these matrices, too.
+        ValueError: as for `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
+            `kernel_init`, which also initializes these matrices.
 
-    Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), `deepmind` (recurrentgemma's
-    ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
+    Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), and if the mixing layer has them,
+    `deepmind` (recurrentgemma's ResidualBlock in Flax) and `deepmind-torch`.
 
     """
 
@@ -191,7 +194,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         out_init = kernel_init or normal_of_fan_in(out_variance)
         norm = partial(ZeroCenteredRMSNorm, features, epsilon=epsilon, **norm_options(options))
         self.temporal_pre_norm = norm()
-        # What the two mixings have in common is in `options`; the rest concerns one of them only.
+        # Each kind of mixing layer takes some arguments that the other lacks.
         self.temporal_block: SequenceLayer[Any]
         if mixing == "recurrent":
             self.temporal_block = GriffinRecurrence(
@@ -226,7 +229,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; recurrentgemma's, where the mixing has them."""
+        """`hf` has the keys of transformers, the others those of recurrentgemma."""
         of_mixing, of_mlp = self.temporal_block.torch_layouts(), self.mlp.torch_layouts()
         layouts = {}
         for layout, mixing in of_mixing.items():

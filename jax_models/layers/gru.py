@@ -1,4 +1,4 @@
-"""The GRU, as torch.nn.GRU has it."""
+"""The GRU of torch.nn.GRU, with a further option."""
 
 __all__ = ["GRU", "GRUState"]
 
@@ -36,29 +36,30 @@ class GRU(RecurrentStack[GRUState]):
         in_features: size of x_t.
         hidden_features: size of h_t.
         num_layers: number of layers. Each reads the outputs of the one below.
-        bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
-        use_bias: add the b_i and the b_h.
-        reset_after: r after the product with W_hn, as in torch; False: before it, as in the paper
-            and by default in ONNX.
-        dropout_rate: dropout, in training, of the inputs of every layer but the first.
-        time_major: x and y are (time, batch, features).
+        bidirectional: whether each layer runs in both directions. The next layer reads the outputs
+            of both, as in torch.
+        use_bias: whether to add the biases b_i and b_h.
+        reset_after: whether r is applied after the product with W_hn, as in torch. False: before
+            it, as in the paper and by default in ONNX.
+        dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
+        time_major: whether x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
-        recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
-        bias_init: draws the b_i. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise as
-            `kernel_init`'s None.
+        recurrent_kernel_init: draws the W_h. None: like the default of `kernel_init`.
+        bias_init: draws the b_i. None: like the default of `kernel_init`.
+        recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise like the
+            default of `kernel_init`.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
             a bias that the layer lacks.
 
-    Layouts: `torch.nn` (torch.nn.GRU; with `reset_after`), `scratch` (GRUScratch). Source: Cho et
-    al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as in
-    torch.nn.GRU.
+    Layouts: with `reset_after`, `torch.nn` (torch.nn.GRU); `scratch` (torch_ref.GRUScratch).
+    Source: Cho et al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as
+    in torch.nn.GRU.
 
     """
 
@@ -106,7 +107,7 @@ class GRU(RecurrentStack[GRUState]):
         return partial(ops.recurrent_stack, partial(ops.gru, reset_after=self.reset_after))
 
     def torch_layouts(self) -> Layouts:
-        """As for every stack; torch.nn.GRU has its reset gate after the product."""
+        """The layouts of every stack, except that `torch.nn` requires `reset_after`."""
         layouts = super().torch_layouts()
         if not self.reset_after:
             layouts.pop("torch.nn", None)

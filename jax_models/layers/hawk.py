@@ -62,7 +62,7 @@ class GatedRecurrence(SequenceLayer[State]):
         out_init: Initializer | None = None,
         activation: Gelu = "gelu",
     ):
-        """Make the parts, each with its options."""
+        """Makes the parts, each with its own options."""
         super().__init__(features, **norm_options(matrix))
         self.activation: Gelu = activation
         self.gate_proj = Linear(features, hidden_features, **matrix)
@@ -74,7 +74,7 @@ class GatedRecurrence(SequenceLayer[State]):
         self.out_proj = Linear(hidden_features, features, **matrix)
 
     def init_state(self, batch_size: int) -> Any:
-        """Zeros, in at least float32, and an array without inputs if there is no convolution."""
+        """Zeros, in at least float32. Without a convolution, its array of inputs has size 0."""
         rglru = self.rglru.init_state(batch_size)
         if self.conv is None:
             no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)
@@ -82,7 +82,7 @@ class GatedRecurrence(SequenceLayer[State]):
         return HawkState(self.conv.init_state(batch_size), rglru)
 
     def sequence(self, x, state: Any, rows):
-        """The gate times the recurrence of the convolution, projected."""
+        """The convolution and the recurrence, multiplied by the gate and projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         u = self.recurrent_proj(x)
@@ -93,12 +93,12 @@ class GatedRecurrence(SequenceLayer[State]):
         return self.out_proj(gate * h), state
 
     def recurrence(self, u, state, rows):
-        """The RG-LRU, and the block's state after it."""
+        """Runs the RG-LRU, and returns the block's new state."""
         h, rglru = self.rglru.sequence(u, state.rglru, rows)
         return h, state._replace(rglru=rglru)
 
     def part_rows(self, layout: str, conv: str, rglru: str) -> Table:
-        """The tables of the convolution and the RG-LRU, whose keys begin with these names."""
+        """The weight tables of the convolution and the RG-LRU, with the given names as prefixes."""
         parts = {"conv": (self.conv, conv), "rglru": (self.rglru, rglru)}
         return [
             row
@@ -116,18 +116,19 @@ class Hawk(GatedRecurrence[HawkState]):
 
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
-    x and y are (batch, time, features), the state `HawkState(conv, rglru)`. gelu is the exact one,
-    with erf. To train a new layer, choose `parameterization="softplus"`; `RGLRU` says why.
+    x and y are (batch, time, features), and the state is `HawkState(conv, rglru)`. gelu is the
+    exact GELU, with erf. To train a new layer, choose `parameterization="softplus"`; `RGLRU`
+    explains why.
 
     Args:
         features: size of x_t and y_t.
         kernel_size: taps of the causal convolution.
         parameterization: whether the RG-LRU trains its decay `a` ("direct") or `a_param`, with
             a = e^{−softplus(a_param)} ("softplus").
-        c: the RG-LRU's c: a_t lies between a^c and 1.
-        method: how `ops.linear_recurrence` runs, as in `RGLRU`.
-        **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the convolution as
-            `CausalConv1D` says; there are no other biases.
+        c: the exponent of the RG-LRU, whose a_t lies between a^c and 1.
+        method: the method of `ops.linear_recurrence`, as in `RGLRU`.
+        **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the
+            convolution as in `CausalConv1D`. Only the convolution has a bias.
 
     Raises:
         ValueError: a size or c is not positive.
@@ -181,14 +182,14 @@ class HawkBlock(ResidualBlock[HawkState]):
         x ← x + hawk(norm(x))
         x ← x + mlp(norm(x))
 
-    x is (batch, time, features); the state is a `HawkState`, as `Hawk` has it.
+    x is (batch, time, features). The state is a `HawkState`, the state of `Hawk`.
 
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLP; three times `features` in the paper.
         kernel_size: taps of the causal convolution.
         parameterization: "direct" or "softplus", as in `Hawk`; "softplus" to train a new layer.
-        **options: as in `LayerOptions`; parameters start as `Hawk` and `GatedMLP` say.
+        **options: as in `LayerOptions`; parameters are initialized as in `Hawk` and `GatedMLP`.
 
     Raises:
         ValueError: a size is not positive.
@@ -217,7 +218,7 @@ class HawkBlock(ResidualBlock[HawkState]):
         self.mlp = GatedMLP(features, mlp_features, **only(MatrixOptions, options))
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys."""
+        """`hawk`: the keys of torch_ref.HawkBlock."""
         norms = ("temporal_pre_norm", "channel_pre_norm")
         return {
             "hawk": [

@@ -1,4 +1,4 @@
-"""The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
+"""The layers of hippogriff, a package to train Griffin from scratch (arXiv 2402.19427)."""
 
 __all__ = ["HippogriffBlock", "HippogriffHawk", "HippogriffState"]
 
@@ -49,17 +49,18 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
         a_t = e^{−c softplus(a_param) ⊙ σ(u_t W_r + b_r)}
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
 
-    u is the convolution's result and h the RG-LRU's; c is 8. In version 0.0.3, c is e^log_c, where
-    log_c is loaded and saved but not trained. x and y are (batch, time, features), the state
-    `HawkState(conv, rglru)`. gelu is the exact one, with erf.
+    u is the output of the convolution, h is the output of the RG-LRU, and c is 8. In version 0.0.3,
+    c is e^log_c, where log_c is loaded and saved but not trained. x and y are (batch, time,
+    features), and the state is `HawkState(conv, rglru)`. gelu is the exact GELU, with erf.
 
     Args:
         features: size of x_t and y_t.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
         kernel_size: taps of the causal convolution. None: no convolution, u = x W_rec.
         version: the version of hippogriff.
-        **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
-            kernels and biases uniform, as in torch.
+        **options: as in `LayerOptions`. The projections and the gate matrices are drawn from a
+            normal distribution with variance 1 / inputs, and the convolution and the biases from a
+            uniform one, as in torch.
 
     Raises:
         ValueError: a size is not positive, or there is no such version.
@@ -92,20 +93,21 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
             a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
         else:
             self.log_c = Constant(jnp.asarray(math.log(self.rglru.c), self.param_dtype))
-            # log a is evenly spaced. Then a_param is rescaled to have the same ends as above.
+            # a_param is computed from evenly spaced values of −log a, and then rescaled to the same
+            # range as in version 0.0.2.
             a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
             unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
             a_param = SLOWEST + (FASTEST - SLOWEST) * unit
         self.rglru.a_param[...] = a_param.astype(self.param_dtype)
 
     def recurrence(self, u, state, rows):
-        """The RG-LRU with the stored c, if there is one, and the block's state after it."""
+        """Runs the RG-LRU with the stored c, if there is one, and returns the block's new state."""
         c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))
         h, rglru = self.rglru.sequence(u, state.rglru, rows, c=c)
         return h, state._replace(rglru=rglru)
 
     def torch_layouts(self) -> Layouts:
-        """`hippogriff`: its keys."""
+        """`hippogriff`: the keys of its Hawk."""
         conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
         return {
             "hippogriff": [
@@ -121,7 +123,7 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
 
 
 def _gates(part: str, key: str) -> Weight:
-    """The row of both gates, each of one block."""
+    """The row of both gates, which are stored side by side under one key."""
     row = parts([f"rglru.{gate}_gate.{part}" for gate in ("recurrence", "input")], key)
     return row._replace(
         to_jax=lambda a: tuple(value[None] for value in row.to_jax(a)),
@@ -147,24 +149,25 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         x ← x + attention(norm(x)),    x ← x + mlp(norm(x))
 
     This is the order of version 0.0.2; in version 0.0.3 the second line comes first. x is (batch,
-    time, features), the state `HippogriffState(hawk, attention)`. The layers are a
-    `HippogriffHawk`, a `LocalAttention` without biases, whose heads are turned as a whole, and two
-    `GatedMLP`s. The norms are `HippogriffNorm`s.
+    time, features), and the state is `HippogriffState(hawk, attention)`. The layers are a
+    `HippogriffHawk`, two `GatedMLP`s and a `LocalAttention` that has no biases and applies rotary
+    positions to whole heads. The norms are `HippogriffNorm`s.
 
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLPs; twice `features` in hippogriff.
-        num_heads: heads of the queries. None: no attention, so only the first line above.
+        num_heads: number of heads of the queries. None: no attention, so the block is only the
+            first line above.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
         kernel_size: taps of the causal convolution. None: no convolution.
-        num_kv_heads: heads of the keys and values.
-        window: steps that a step of the attention sees, itself among them: one more than what
-            hippogriff calls smqa_window_size.
+        num_kv_heads: number of heads of the keys and values.
+        window: number of steps that the attention sees from each step, including the step itself.
+            This is hippogriff's smqa_window_size plus one.
         version: the version of hippogriff.
-        **options: as in `LayerOptions`; parameters start as in `HippogriffHawk`.
+        **options: as in `LayerOptions`; parameters are initialized as in `HippogriffHawk`.
 
     Raises:
-        ValueError: as `HippogriffHawk` and `LocalAttention`, or heads have an odd size.
+        ValueError: as for `HippogriffHawk` and `LocalAttention`, or the size of a head is odd.
 
     Layouts: `hippogriff` (its Griffin).
 
@@ -190,7 +193,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
         matrix = with_inits(options, normal_of_fan_in(), None)
         norm = partial(HippogriffNorm, features, **norm_options(options))
-        # Each mixer has a norm before it, and an MLP with a norm of its own after it.
+        # Each mixer comes after a norm, and is followed by an MLP with its own norm.
         self.version = version
         self.hawk_norm = norm()
         self.hawk = HippogriffHawk(
@@ -219,7 +222,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         self.attention_mlp = GatedMLP(features, mlp_features, **matrix)
 
     def init_state(self, batch_size: int) -> HippogriffState:
-        """Zeros, and no keys yet."""
+        """Zeros, and an empty cache of keys and values."""
         attention = None if self.attention is None else self.attention.init_state(batch_size)
         return HippogriffState(self.hawk.init_state(batch_size), attention)
 
@@ -234,7 +237,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         return x, state
 
     def torch_layouts(self) -> Layouts:
-        """`hippogriff`: its keys."""
+        """`hippogriff`: the keys of its Griffin."""
         names = {"hawk": "hawk", "hawk_mlp": "hawk_gmlp"}
         if self.version == "0.0.3":
             names = {"hawk": "time", "hawk_mlp": "gmlp"}

@@ -1,4 +1,4 @@
-"""Hyena: the block of "The Annotated Hyena", and the paper's (arXiv 2302.10866)."""
+"""Hyena: the simple block of "The Annotated Hyena", and the paper's block (arXiv 2302.10866)."""
 
 __all__ = [
     "AuthenticHyenaBlock",
@@ -32,14 +32,14 @@ from jax_models.weights import Layouts, linear, nested, squeezed
 
 
 class Filter(Protocol):
-    """The filters of a Hyena, which are modules."""
+    """A module that computes the filters of a Hyena block."""
 
     def __call__(self, length: int, /) -> Float[Array, "order features length"]:
-        """The first `length` taps."""
+        """Returns the first `length` taps of each filter."""
         ...
 
     def torch_layouts(self) -> Layouts:
-        """Their weight tables."""
+        """The weight tables of the filters."""
         ...
 
 
@@ -52,7 +52,7 @@ class HyenaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FilterTaps:
-    """The taps of one order as `ops.online_conv` takes them, a function of the filter's state."""
+    """The taps of one filter, as a function of the parameters, for `ops.online_conv`."""
 
     graphdef: Any
     index: int
@@ -97,9 +97,11 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
-            time_axis: as of every sequence layer. The state is None: the sequence begins.
-            fixed_filters: the filter is computed once, at these weights: for inference. The viewed
-                model keeps its own, and shares every other parameter.
+            time_axis: as for every sequence layer, but the state must be None: the sequence starts
+                at its first step.
+            fixed_filters: whether the view computes its filters once, from the present weights, for
+                inference. The original model keeps its own filters, and the view shares every other
+                parameter with it.
 
         """
         super().set_view(time_axis)
@@ -107,18 +109,18 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             self.filter = FixedFilter(self.filter, self.max_length)
 
     def init_state(self, batch_size: int) -> HyenaState:
-        """No inputs yet, in at least float32."""
+        """The state before any input, in at least float32."""
         dtype = self.state_dtype
         sizes = (batch_size, self.in_features, self.max_length)
         long = tuple(ops.empty_long_conv_state(*sizes, dtype) for _ in range(self.num_filters))
         return HyenaState(self.conv.init_state(batch_size), long)
 
     def start(self, batch_size: int) -> None:
-        """None: at the beginning the convolutions run over x alone."""
+        """None: at the beginning, the convolutions run over x alone."""
         return None
 
     def sequence(self, x, state, rows):
-        """The projections, the subclass's recurrence of products and convolutions, the output."""
+        """The projections, then the products and convolutions that the subclass defines."""
         batch_size, time = x.shape[:2]
         if rows.time_axis is not None:
             if state is not None:
@@ -129,21 +131,21 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             time *= jax.lax.axis_size(rows.time_axis)
         check_time("x", time, self.max_length)
 
-        # The gates and the values, by the projection and the short convolution.
+        # The projection and the short convolution compute the gates and the values.
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
         z, conv = self.conv.sequence(self.proj_input(u), conv, rows)
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
-        # At the start of a sequence, the filters are computed once; later, each convolution asks
-        # for its taps.
+        # At the start of a sequence, all filters are computed once. When a sequence continues, each
+        # convolution computes the taps that it needs.
         past = None if state is None else state.long
         h = self.filter(time) if past is None else ()
         last_states: dict[int, LongConvState] = {}
 
         def convolve(n: int, v: Float[Array, "batch features time"]) -> Array:
-            """`h_n ∗ v + B_n ⊙ v`; the n-th state after it is in `last_states`."""
+            """Returns `h_n ∗ v + B_n ⊙ v`, and stores the new n-th state in `last_states`."""
             taps = FilterTaps(graphdef, n)
             options = {"params": params, "max_length": self.max_length, "lengths": rows.lengths}
             if past is None:
@@ -159,7 +161,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
 
     @property
     def skip(self) -> Float[Array, "filters features"]:
-        """The factors with which each long convolution adds its input to its output."""
+        """The factors B by which the input of each long convolution is added to its output."""
         return self.B[...]
 
     def operator(
@@ -169,14 +171,14 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         v: Float[Array, "batch features time"],
         convolve: Callable[[int, Array], Array],
     ) -> Float[Array, "batch time features"]:
-        """A subclass's equation; `convolve(n, v)` is `h_n ∗ v + B_n ⊙ v`."""
+        """The subclass's equation; `convolve(n, v)` is `h_n ∗ v + B_n ⊙ v`."""
         raise NotImplementedError  # a subclass defines it
 
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
         """The output projection, and dropout when training."""
         return self.dropout(self.proj_output(jnp.swapaxes(v, 1, 2)))
 
-    # on a CPU, XLA cannot compile an FFT of divided features
+    # These stay whole because on a CPU, XLA cannot compile an FFT of features divided over devices.
     mesh_axes = whole("proj_input", "proj_output", "filter")
 
     def torch_layouts(self) -> Layouts:
@@ -193,7 +195,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
 
 
 class HyenaBlock(HyenaOperator):
-    """The simple Hyena block of order N, with residuals inside.
+    """The simple Hyena block of order N from The Annotated Hyena, with residuals inside.
 
         >>> layer = HyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -203,13 +205,13 @@ class HyenaBlock(HyenaOperator):
         v ← v + x_n/‖x_n‖₂ ⊙ (h_n ∗ v + B_n ⊙ v)        n = 1 … N; ∗: causal, over the whole past
         y = v + v W_out + b_out
 
-    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is `HyenaFilter`,
-    the norm is over the features, with a floor of 1e-12. A step costs O(log² max_length) on
-    average (`ops.online_conv`); outputs from step max_length on are NaN. For inference,
-    `nnx.view(block, fixed_filters=True)` computes the filters once.
+    x = u and y are (batch, time, features), and the state is `HyenaState(conv, long)`. h comes from
+    a `HyenaFilter`. The norm is over the features, and at least 1e-12. A step costs O(log²
+    max_length) on average (`ops.online_conv`). The outputs from step max_length on are NaN. For
+    inference, `nnx.view(block, fixed_filters=True)` computes the filters once.
 
-    A call convolves by FFT, whose rounding errors are of the size of the whole row: later inputs
-    disturb earlier outputs by about an ulp of the row's largest output, and one NaN makes the whole
+    A call convolves by FFT, whose rounding errors are relative to the largest output of a row. So
+    later inputs change earlier outputs by about one ulp of that output, and one NaN makes the whole
     row NaN (`ops.long_conv`). `step` is exactly causal.
 
     Args:
@@ -219,8 +221,8 @@ class HyenaBlock(HyenaOperator):
         kernel_size: taps of the short convolution.
         dropout_rate: dropout of W_out's output in training. The Annotated Hyena declares it
             but never applies it.
-        **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters ignore both initializers.
+        **options: as in `LayerOptions`. W, W_out and the short convolution are initialized as in
+            torch, b and b_out to zero. The initializers do not apply to the filters.
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -252,7 +254,7 @@ class HyenaBlock(HyenaOperator):
         )
 
     def operator(self, u, gates, v, convolve):
-        """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, from v + u; then the residual MLP."""
+        """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, from v + u on; then adds the output."""
         v = v + jnp.swapaxes(u, 1, 2)
         for n, x in enumerate(gates):
             v = v + normalized(x) * convolve(n, v)
@@ -260,7 +262,7 @@ class HyenaBlock(HyenaOperator):
 
 
 class AuthenticHyenaBlock(HyenaOperator):
-    """The Hyena operator of order N as in the paper, the product after the convolution.
+    """The Hyena operator of order N as in the paper, with each product after the convolution.
 
         >>> layer = AuthenticHyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -269,8 +271,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         v ← x_n ⊙ (h_n ∗ v + B_n ⊙ v)                   n = 1 … N; ∗: causal, over the whole past
         y = v W_out + b_out
 
-    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
-    `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
+    x = u and y are (batch, time, features), and the state is `HyenaState(conv, long)`. h comes from
+    an `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`). The
     outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
     computes the filters once. As in `HyenaBlock`, a call is causal up to rounding, and `step` is
     exactly causal.
@@ -288,11 +290,11 @@ class AuthenticHyenaBlock(HyenaOperator):
         omega: frequency of the sines in the filter's network.
         implicit: True: a network computes the filters, as in the paper. False: the filters are
             parameters, as in the code of The Annotated Hyena.
-        **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters ignore both initializers.
+        **options: as in `LayerOptions`. W, W_out and the short convolution are initialized as in
+            torch, b and b_out to zero. The initializers do not apply to the filters.
 
     Raises:
-        ValueError: a size is not as the filter needs it, or (at the call) x is longer than
+        ValueError: a size is not one that the filter accepts, or (at the call) x is longer than
             max_length.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
@@ -346,7 +348,7 @@ class AuthenticHyenaBlock(HyenaOperator):
 
 
 def normalized(x: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:
-    """`x / max(‖x‖₂, 1e-12)` over the features, with the gradient 0 of the norm at x = 0."""
+    """`x / max(‖x‖₂, 1e-12)` over the features, where the gradient of the norm is 0 at x = 0."""
     square = jnp.sum(jnp.square(x.astype(carry_dtype(x.dtype))), axis=1, keepdims=True)
     norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
     return (x.astype(norm.dtype) / jnp.maximum(norm, 1e-12)).astype(x.dtype)

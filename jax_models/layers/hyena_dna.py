@@ -34,7 +34,7 @@ class HyenaDNAFilterOptions(FilterOptions, total=False):
     omega: Annotated[float, Default(10.0)]
     """Initial frequency of the sines in the filter's network."""
     shift: Annotated[float, Default(0.05)]
-    """The value to which the filter's window falls."""
+    """The value that is added to the filter's window, and to which the sum decays."""
     modulate: Annotated[bool, Default(True)]
     """Whether the filter's window is applied."""
     normalized: Annotated[bool, Default(False)]
@@ -55,7 +55,7 @@ class HyenaDNAOptions(HyenaDNAFilterOptions, LayerOptions, total=False):
 
 
 class HyenaDNAMixer(HyenaOperator):
-    """The Hyena operator of order N as safari and HyenaDNA have it, products before convolutions.
+    """The Hyena operator of safari and HyenaDNA, with each product before the convolution.
 
         >>> layer = HyenaDNAMixer(64, max_length=128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -64,10 +64,10 @@ class HyenaDNAMixer(HyenaOperator):
         v ← h_n ∗ (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}     n = 1 … N − 1; ∗: over the whole past
         y = activation(v ⊙ x_0) W_out + b_out
 
-    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
-    `HyenaDNAFilter`. A step costs O(log² max_length) on average (`ops.online_conv`); outputs from
-    step max_length on are NaN. For inference, `nnx.view(layer, fixed_filters=True)` computes the
-    filters once.
+    x = u and y are (batch, time, features), and the state is `HyenaState(conv, long)`. h comes from
+    a `HyenaDNAFilter`. A step costs O(log² max_length) on average (`ops.online_conv`). The outputs
+    from step max_length on are NaN. For inference, `nnx.view(layer, fixed_filters=True)` computes
+    the filters once.
 
     Args:
         features: size of u_t and y_t.
@@ -75,12 +75,12 @@ class HyenaDNAMixer(HyenaOperator):
         mlp_features: width of the filter's network.
         dropout_rate: dropout of the output in training.
         **options: as in `jax_models.layers.hyena_dna.HyenaDNAOptions`. W, W_out and the short
-            convolution start as in torch, b and b_out at zero. The filters ignore both
-            initializers.
+            convolution are initialized as in torch, b and b_out to zero. The initializers do not
+            apply to the filters.
 
     Raises:
-        ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x
-            is longer than max_length.
+        ValueError: order is less than 2, a size is not one that the filter accepts, or (at the
+            call) x is longer than max_length.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
     Layouts: those of `HyenaDNAFilter` (HyenaOperator of HyenaDNA's standalone file, and of safari).
@@ -128,14 +128,14 @@ class HyenaDNAMixer(HyenaOperator):
         return self.B[...] if self.filter_bias else jnp.zeros_like(self.B[...])
 
     def operator(self, u, gates, v, convolve):
-        """`v ← h ∗ (v ⊙ x)` for each gate x but the first, from the last on, then the output."""
+        """`v ← h ∗ (v ⊙ x)` for each gate x, from the last to the second, then the output."""
         first, *others = gates
         for n, x in enumerate(reversed(others)):
             v = convolve(n, v * x)
         return self.output(ACTIVATIONS[self.activation](v * first))
 
     def torch_layouts(self) -> Layouts:
-        """Those of the filter."""
+        """The layouts of the filter."""
         order, features = self.num_filters, self.in_features
         bias = reshaped(same("B", "filter_fn.bias"), (order, features), (order * features,))
         return {
@@ -159,20 +159,20 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
         x ← x + mixer(norm1(x))
         x ← x + gelu(norm2(x) W_up + b_up) W_down + b_down
 
-    x is (batch, time, features). The mixer is a `HyenaDNAMixer`, whose state is the block's; gelu
-    is the one by tanh.
+    x is (batch, time, features). The mixer is a `HyenaDNAMixer`, and its state is the state of the
+    block. gelu is the approximation with tanh.
 
     Args:
         features: size of x_t.
         mlp_features: width of the MLP.
         max_length: the longest sequence.
         filter_features: width of the filter's network.
-        dropout_rate: dropout, in training, of what the mixer and the MLP add.
-        **options: as in `jax_models.layers.hyena_dna.HyenaDNAOptions`; parameters start as in the
-            mixer, the MLP's as in torch, its biases at zero.
+        dropout_rate: rate of the dropout of the outputs of the mixer and the MLP in training.
+        **options: as in `jax_models.layers.hyena_dna.HyenaDNAOptions`; the MLP's matrices are
+            initialized as in torch, its biases to zero, and all others as in the mixer.
 
     Raises:
-        ValueError: a size is not as the mixer needs it.
+        ValueError: a size is not one that the mixer accepts.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
     Layouts: those of `HyenaDNAFilter` (Block of HyenaDNA's standalone file, and of safari), and
@@ -216,7 +216,7 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
     mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
-        """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""
+        """The mixer's layouts, and `safari-checkpointed`, where mixer and MLP are in a `layer`."""
         of_mixer = self.mixer.torch_layouts()
 
         def table(layout: str, wrapper: str = "") -> list[Weight]:

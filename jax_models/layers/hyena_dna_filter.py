@@ -26,11 +26,11 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.rows import reshaped
 
 LOWEST_FREQUENCY = 1e-4
-"""The first of the frequencies by which a position is embedded; the last is their number − 1."""
+"""The lowest frequency of the position embedding. The highest is the number of frequencies − 1."""
 
 
 class HyenaDNAFilter(CheckedOptions, nnx.Module):
-    """The filters of HyenaDNA: a network of the position with trained sines, times a window.
+    """The filters of HyenaDNA: a network of the position with trained frequencies, times a window.
 
         >>> taps = HyenaDNAFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
         >>> taps.shape
@@ -38,32 +38,33 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
 
         h_t = (sin(f ⊙ (… sin(f ⊙ (z_t W_1 + b_1)) …)) W_last) ⊙ (exp(−t/(L−1) |δ|) + shift)
 
-    z (max_length, embed_features) is trained, and so is f, one for all sines; δ (order, features)
-    and t are constants. All of them depend on max_length: taps of a model of another length differ.
+    z (max_length, embed_features) is trained, and so is f, which all sines share. δ (order,
+    features) and t are constants. z and t depend on max_length, so a model with another max_length
+    has other taps.
 
     Args:
         features: D.
         max_length: L, the longest sequence.
         order: the number of filters, one less than the operator's order.
-        embed_features: size of z_t, odd: t/(L−1), then cosines and sines of 1e-4, …, K − 1
-            periods, K of them in equal steps.
+        embed_features: size of z_t, an odd number 2 K + 1. z_t is t/(L−1), then cosines and sines
+            of K frequencies in equal steps from 1e-4 to K − 1 periods.
         mlp_features: width of the network.
         num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
             and a sine.
         omega: the initial f.
-        shift: what the window falls to: 0.05 in HyenaDNA, 0 in safari, by default.
+        shift: the value to which the window decays. By default, HyenaDNA uses 0.05, and safari 0.
         modulate: whether the window is applied.
-        normalized: whether the network's outputs at a step, of all filters together, are divided
-            by their L1 norm before the window is applied.
-        **options: as in `FilterOptions`; matrices and biases start as in torch.
+        normalized: whether the network's outputs at a step are divided by their L1 norm over all
+            filters before the window is applied.
+        **options: as in `FilterOptions`; matrices and biases are initialized as in torch.
 
     Raises:
         ValueError: a size is not positive, embed_features is even or less than 3, or there are
             fewer than 2 layers.
 
     Layouts: `hyena-dna` (HyenaFilter of HyenaDNA's standalone file), `hyena-dna-file` (the same
-    with f under one key, as safetensors has it), `safari` (HyenaFilter of safari, which numbers
-    several filters' features in another order).
+    with f under one key, as in safetensors files), `safari` (HyenaFilter of safari, which orders
+    the features of several filters differently).
 
     """
 
@@ -109,7 +110,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         return h * (jnp.exp(-decay) + self.shift)
 
     def torch_layouts(self) -> Layouts:
-        """`hyena-dna`; `hyena-dna-file`, whose sines have one key; `safari`."""
+        """`hyena-dna`; `hyena-dna-file`, where all sines share one key; `safari`."""
         order, features, _ = self.shape
         last = len(self.biases)
         freqs = tuple(f"implicit_filter.{2 * i + 1}.freq" for i in range(last))
@@ -135,7 +136,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
 
 
 def by_feature(row: Weight, order: int, axis: int = 0) -> Weight:
-    """The row of a key that numbers the filters' features by feature first, then by filter."""
+    """The row of a key whose filter features are ordered by feature first, then by filter."""
 
     def turned(a, rows: int, columns: int):
         shape = (*a.shape[:axis], rows, columns, *a.shape[axis + 1 :])

@@ -21,13 +21,13 @@ from jax_models.weights import Layouts, same, squeezed, transposed
 from jax_models.weights.constant import Constant
 
 FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
-"""A window falls to TARGET after these parts of max_length, in its fastest and slowest channel."""
+"""The fastest and slowest channels of a window decay to TARGET after these parts of max_length."""
 
 
 def draw_network(
     widths: list[int], rngs: nnx.Rngs, dtype: Any, kind: type[nnx.Variable] = nnx.Param
 ) -> tuple[nnx.List, nnx.List]:
-    """Draws the kernels and the biases of a filter's network, the last layer without a bias."""
+    """Draws the kernels and the biases of a filter's network, whose last layer has no bias."""
 
     def draw(fan_in: int, *shape: int) -> nnx.Variable:
         return kind(torch_uniform(fan_in)(rngs.params(), shape, dtype))
@@ -42,7 +42,7 @@ def run_network(
     biases: Iterable[nnx.Variable],
     freqs: Iterable[nnx.Variable],
 ) -> Float[Array, "length out"]:
-    """Linear layers, with sines of these frequencies between them."""
+    """Linear layers with sines of the given frequencies between them."""
     *hidden, last = kernels
     for kernel, bias, freq in zip(hidden, biases, freqs, strict=True):
         z = ops.affine(z, wide(kernel), wide(bias))
@@ -51,7 +51,7 @@ def run_network(
 
 
 def check_network(embed_features: int, num_filter_layers: int) -> None:
-    """Refuse sizes of which no network can be made."""
+    """Refuses sizes with which no network can be built."""
     if embed_features % 2 == 0 or embed_features < 3:
         raise ValueError(
             f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
@@ -62,7 +62,7 @@ def check_network(embed_features: int, num_filter_layers: int) -> None:
 
 
 class HyenaFilter(CheckedOptions, nnx.Module):
-    """The explicit filters of the simple block, one for each order.
+    """The filters of the simple block, stored as parameters, one for each order.
 
         >>> taps = HyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
         >>> taps.shape
@@ -70,15 +70,16 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 
         h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
 
-    with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
-    the features at each step, as in the code of The Annotated Hyena, whose text says over time.
-    A tap that is zero in all features stays zero.
+    g (order, features, max_length) is the parameter `h`; α and b are (features,). The norm is over
+    the features at each step, as in the code of The Annotated Hyena. Its text says that the norm is
+    over time. A tap that is zero in all features stays zero.
 
     Args:
         features: D.
         max_length: L, the longest sequence.
         order: N, the number of filters.
-        **options: as in `FilterOptions`. g starts normal, α at decays from slow to fast, b at 0.
+        **options: as in `FilterOptions`. g is drawn from a standard normal distribution, α is
+            initialized to decays from slow to fast, and b to 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -123,7 +124,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 
 
 class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
-    """The paper's filters, one for each order: a small network of the position, times a window.
+    """The paper's filters, one per order: a small network of the position, times a window.
 
         >>> taps = AuthenticHyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
         >>> taps.shape
@@ -131,23 +132,25 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
 
         h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
 
-    with p (max_length, embed_features) a trained embedding of the position. This is what the text
-    of The Annotated Hyena describes. Its code discards the network's output and uses a parameter g
-    (order, features, max_length) instead: `implicit=False`, with h_t = g_t ⊙ exp(α t/(L−1)). The
-    weights of both are loaded and kept either way; the unused ones are constants, and so are t,
-    time_emb and f.
+    p (max_length, embed_features) is a trained embedding of the position. The text of The Annotated
+    Hyena describes this filter. Its code, however, discards the network's output and uses a
+    parameter g (order, features, max_length): h_t = g_t ⊙ exp(α t/(L−1)). For this filter, choose
+    `implicit=False`. In both cases, the weights of both filters are loaded and kept; the unused
+    ones are constants, and so are t, time_emb and f.
 
     Args:
         features: D.
         max_length: L, the longest sequence.
         order: N, the number of filters.
-        embed_features: size of p_t, odd: t/(L−1), then cosines and sines of 0, 1, … periods.
+        embed_features: size of p_t, an odd number. p_t starts as t/(L−1), then cosines and sines of
+            0, 1, … periods.
         mlp_features: width of the network.
         num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
             and a sine.
         omega: f, the frequency of all sines.
-        implicit: True: the network computes the filters. False: g does.
-        **options: as in `FilterOptions`; parameters start as in torch.
+        implicit: whether the network computes the filters. If False, g is used.
+        **options: as in `FilterOptions`. The network is initialized as in torch, g from a standard
+            normal distribution, and α to decays from slow to fast.
 
     Raises:
         ValueError: a size is not positive, embed_features is even or less than 3, or there are
@@ -221,11 +224,11 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
 
 
 class FixedFilter(nnx.Module):
-    """A filter at its present weights, for inference: its taps, computed once.
+    """The taps of a filter, computed once from its present weights, for inference.
 
     Args:
-        filter: a `HyenaFilter` or an `AuthenticHyenaFilter`.
-        max_length: how many taps it has.
+        filter: a module that computes taps, such as a `HyenaFilter`.
+        max_length: the number of its taps.
 
     """
 
@@ -238,7 +241,7 @@ class FixedFilter(nnx.Module):
         return self.h[...][:, :, :length]
 
     def torch_layouts(self) -> Layouts:
-        """There are none.
+        """Not available, because fixed filters have no weights.
 
         Raises:
             NotImplementedError: always.
@@ -253,7 +256,7 @@ def _taps(graphdef, params, length: int) -> Float[Array, "order features length"
 
 
 def l1_normalized(h: Array, axis: int) -> Array:
-    """Divides taps by their L1 norm over an axis. If all of them are zero, they stay zero."""
+    """Divides taps by their L1 norm over an axis. Taps that are all zero stay zero."""
     norm = jnp.sum(jnp.abs(h), axis=axis, keepdims=True)
     return h / jnp.where(norm > 0, norm, 1)
 
@@ -268,20 +271,20 @@ def _decay(alphas: nnx.Variable, t: nnx.Variable, length: int) -> Float[Array, "
 
 
 def decays(features: int, dtype) -> Float[Array, " features"]:
-    """From slow to fast, as exponents at time 1."""
+    """The exponents of the window at time 1, from the slowest decay to the fastest."""
     fastest, slowest = math.log(TARGET) / FAST_DECAY, math.log(TARGET) / SLOW_DECAY
     return jnp.asarray(np.linspace(slowest, fastest, features), dtype)
 
 
 def unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
-    """From 0 to 1."""
+    """Evenly spaced times from 0 to 1."""
     return jnp.asarray(np.linspace(0, 1, max_length), dtype)
 
 
 def positions(
     max_length: int, frequencies: np.ndarray, dtype, *, sign: int = 1
 ) -> Float[Array, "max_length embed"]:
-    """The time from 0 to 1, then cosines and sines of so many periods."""
+    """Embeds positions: the time from 0 to 1, then cosines and sines of these frequencies."""
     angle = 2 * np.pi * np.outer(np.arange(max_length), frequencies) / max_length
     time = np.linspace(0, 1, max_length)[:, None]
     return jnp.asarray(np.concatenate([time, np.cos(angle), sign * np.sin(angle)], axis=1), dtype)

@@ -19,7 +19,7 @@ from jax_models.weights import Layouts, gates, nested
 
 
 class HyperLSTM(SequenceLayer[HyperLSTMState]):
-    """LSTMs whose products are scaled at each step by a smaller LSTM, the hyper network.
+    """LSTMs whose matrix products are scaled at each step by a smaller LSTM, the hyper network.
 
         >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -41,18 +41,18 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         hyper_features: size of ĥ_t and ĉ_t.
         embedding_features: size of each gate's z.
         num_layers: number of layers. Each reads the outputs of the one below.
-        recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: orthogonal
-            for each gate's W_h, which starts at zero in labml's code, and as torch's Linear for
-            W_hh.
-        **options: as in `LayerOptions`. W_x starts as `lecun_normal` (at zero in labml's code), the
-            W_z, the D, the hyper network's W_ih and the biases as torch's Linear; layer norms start
-            with scale 1 and bias 0. LN is computed in at least float32.
+        recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: each
+            gate's W_h is orthogonal (zero in labml's code), and W_hh is uniform in
+            ±1/√hyper_features, like torch's Linear.
+        **options: as in `LayerOptions`. W_x is initialized by `lecun_normal` (to zero in labml's
+            code), and the W_z, the D, the hyper network's W_ih and the biases like torch's Linear.
+            Layer norms start with scale 1 and bias 0. LN is computed in at least float32.
 
     Raises:
         ValueError: a size is not positive.
 
     Layouts: `labml` (torch_ref.HyperLSTM). Source: Ha et al. 2016, appendix A.2.2. As in labml's
-    code, the z here are of ĥ_t, where the paper prints ĥ_{t−1}.
+    code, z is computed from ĥ_t, whereas the paper prints ĥ_{t−1}.
 
     """
 
@@ -95,7 +95,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         )
 
     def sequence(self, x, state, rows):
-        """`ops.hyper_lstm`, one layer after the other."""
+        """Runs `ops.hyper_lstm` for one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         layers = zip(*state, strict=True)
@@ -125,8 +125,9 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
 class HyperLSTMCell(nnx.Module):
     """The weights of one layer.
 
-    The matrices are (in, out). Side by side along their last axis stand the gates in the order i,
-    f, g, o, and in those of z and d the parts for h, x and b.
+    The matrices are (in, out). Along their last axis, the gates are side by side in the order i, f,
+    g, o. In the matrices of z and d, the parts for h, x and b are side by side, each with its four
+    gates.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class HyperLSTMCell(nnx.Module):
         self.norms = CellNorms(hidden, param_dtype=param_dtype)
 
     def arrays(self) -> dict:
-        """The weights, as `ops.hyper_lstm` takes them."""
+        """The weights as arguments of `ops.hyper_lstm`."""
         names = ("kernel_ih", "kernel_hh", "z_kernel", "z_bias", "d_kernel", "d_bias")
         return {
             **{name: getattr(self, name)[...] for name in names},
@@ -187,6 +188,6 @@ class HyperLSTMCell(nnx.Module):
 def rotations(key, shape: tuple[int, int], dtype) -> Float[Array, "hidden gates"]:
     """An orthogonal matrix for each gate, side by side."""
     hidden, gates = shape
-    wide = carry_dtype(dtype)  # QR knows no narrower dtype
+    wide = carry_dtype(dtype)  # QR is not defined for narrower dtypes
     matrices = jax.random.orthogonal(key, hidden, (gates // hidden,), wide)
     return jnp.concatenate(matrices, axis=1).astype(dtype)

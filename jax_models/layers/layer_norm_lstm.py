@@ -1,4 +1,4 @@
-"""The LSTM with layer norm, as labml.ai's LSTMCell has it."""
+"""The LSTM with layer norm of labml.ai's LSTMCell."""
 
 __all__ = ["LayerNormLSTM"]
 
@@ -17,7 +17,7 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 
 
 class LayerNormLSTM(SequenceLayer[LSTMState]):
-    """The long short-term memory network with its gates and its cell normalized.
+    """A long short-term memory network with normalized gates and a normalized cell.
 
         >>> layer = LayerNormLSTM(64, 256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -33,8 +33,9 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         in_features: size of x_t.
         hidden_features: size of h_t and c_t.
         recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
-        **options: as in `LayerOptions`. W_ih starts uniform in ±1/√in_features, as torch's Linear,
-            b in ±1/√hidden_features; layer norms start with scale 1 and bias 0.
+        **options: as in `LayerOptions`. Like torch's Linear, W_ih is initialized uniformly in
+            ±1/√in_features, and b in ±1/√hidden_features. Layer norms start with scale 1 and bias
+            0.
 
     Raises:
         ValueError: a size is not positive.
@@ -66,7 +67,7 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         self.norms = CellNorms(hidden_features, param_dtype=param_dtype)
 
     def arrays(self) -> dict:
-        """The weights, as `ops.layer_norm_lstm` takes them."""
+        """The weights as arguments of `ops.layer_norm_lstm`."""
         return {
             "kernel_ih": self.kernel_ih[...],
             "kernel_hh": self.kernel_hh[...],
@@ -111,12 +112,12 @@ class CellNorms(nnx.Module):
         self.cell_bias = nnx.Param(jnp.zeros(hidden_features, param_dtype))
 
     def arrays(self) -> LSTMNorms:
-        """The weights, as the operators take them."""
+        """The weights as an argument of the operators."""
         return LSTMNorms(*(getattr(self, name)[...] for name in LSTMNorms._fields))
 
 
 def cell_norms(param: str) -> Table:
-    """`CellNorms` and labml's `layer_norm` and `layer_norm_c`."""
+    """The weight table of a `CellNorms`, which labml calls `layer_norm` and `layer_norm_c`."""
     return [
         gates(f"{param}.gate_scale", [f"layer_norm.{k}.weight" for k in range(4)]),
         gates(f"{param}.gate_bias", [f"layer_norm.{k}.bias" for k in range(4)]),

@@ -1,4 +1,4 @@
-"""The linear layer, in the shape in which it trains fastest."""
+"""Linear layers and their initializers."""
 
 from typing import Unpack
 
@@ -11,16 +11,16 @@ from jax_models.ops.checks import check_divides
 from jax_models.options import FilterOptions, Initializer
 
 lecun_normal = nnx.initializers.lecun_normal()
-"""How Flax's Linear initializes its kernel."""
+"""The default initializer of the kernel of Flax's Linear."""
 
 
 def normal_of_fan_in(variance: float = 1.0) -> Initializer:
-    """How recurrentgemma initializes matrices: normal, with the variance `variance` / inputs."""
+    """The initializer of recurrentgemma's matrices: normal, with variance `variance` / inputs."""
     return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
 
 
 def torch_uniform(fan_in: int) -> Initializer:
-    """How `torch.nn.Linear` initializes its matrix and its bias: uniform in ±1/√fan_in."""
+    """The initializer of the matrix and the bias of `torch.nn.Linear`: uniform in ±1/√fan_in."""
     bound = fan_in**-0.5
 
     def init(key, shape, dtype, **_) -> Array:
@@ -30,20 +30,21 @@ def torch_uniform(fan_in: int) -> Initializer:
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` with all axes but the last as one: the same numbers, a faster backward pass.
+    """`nnx.Linear` with a faster backward pass, because it flattens all axes but the last.
 
-    For a product (batch, time, in) × (in, out), XLA's CPU backend computes the kernel's gradient
-    from copies that it fills against the order of memory, which slows down a training step.
+    The results are the same. For a product (batch, time, in) × (in, out), XLA's CPU backend would
+    first copy arrays in an order that does not match their memory layout to compute the kernel's
+    gradient, which slows down a training step.
     """
 
     def __call__(self, inputs, out_sharding=None):
-        """`inputs` (…, in) → (…, out)."""
+        """Maps `inputs`, (…, in), to (…, out)."""
         y = super().__call__(inputs.reshape(-1, inputs.shape[-1]), out_sharding)
         return y.reshape(*inputs.shape[:-1], self.out_features)
 
 
 class BlockDiagonal(nnx.Module):
-    """The blocks of a block-diagonal matrix, and a bias: what `ops.affine` takes."""
+    """The blocks of a block-diagonal matrix, and a bias, as arguments of `ops.affine`."""
 
     def __init__(
         self,
@@ -62,6 +63,6 @@ class BlockDiagonal(nnx.Module):
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """The blocks, or the outputs of a single one."""
+        """Several blocks are divided by block, and a single block is divided by its outputs."""
         axis = last_axis if self.kernel.shape[0] == 1 else first_axis
         return axis("features", "kernel", "bias")

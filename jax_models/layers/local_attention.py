@@ -24,33 +24,34 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         >>> layer = LocalAttention(64, num_heads=4, window=16, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    Each head is softmax(q kᵀ / √(features / heads)) v over the current step and the window − 1
-    steps before it, where q and k are turned by `ops.rotary`. Then follows a projection. x and y
-    are (batch, time, features), the state `LocalAttentionState(position, keys, values)` with the
-    keys and values of the last window − 1 steps, turned. A step costs O(window).
+    Each head computes softmax(q kᵀ / √(features / heads)) v over the current step and the
+    window − 1 steps before it, where q and k are rotated by `ops.rotary`. A projection follows. x
+    and y are (batch, time, features). The state is `LocalAttentionState(position, keys, values)`
+    with the rotated keys and the values of the last window − 1 steps. A step costs O(window).
 
     Args:
         features: size of x_t and y_t.
-        num_heads: heads of the queries, each of size features / num_heads.
-        num_kv_heads: heads of the keys and values, a divisor of num_heads; each serves as many
-            neighboring heads of the queries.
-        window: steps that a step sees, itself among them.
-        rotary_fraction: the part of each head that is turned, the first of its features.
+        num_heads: number of heads of the queries, each of size features / num_heads.
+        num_kv_heads: number of heads of the keys and values, a divisor of num_heads. Each is shared
+            by num_heads / num_kv_heads neighboring heads of the queries.
+        window: number of steps that each step sees, including itself.
+        rotary_fraction: the fraction of each head's features that is rotated, starting with the
+            first.
         rope_theta: θ of `ops.rotary`.
-        use_bias: queries, keys and values have biases.
-        out_bias: the last projection has a bias.
-        out_init: initializes the last projection's matrix. None: as the others.
-        **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
-            the biases at zero.
+        use_bias: whether queries, keys and values have biases.
+        out_bias: whether the last projection has a bias.
+        out_init: initializes the last projection's matrix. None: like the others.
+        **options: as in `LayerOptions`. The matrices are drawn from a normal distribution with
+            variance 1 / inputs, and the biases are zero.
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
-            not num_heads, the part of a head that is turned is odd, or `bias_init` is given without
-            biases.
+            does not divide num_heads, the number of rotated features of a head is odd, or
+            `bias_init` is given without biases.
 
-    Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
-    queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
-    any biases: `hippogriff` (its SlidingMQA).
+    Layouts: `hf` (transformers' RecurrentGemmaAttention). With a single head of keys and values,
+    and a bias only in the last projection: `deepmind` (recurrentgemma's LocalAttentionBlock in
+    Flax) and `deepmind-torch`. Without any biases: `hippogriff` (its SlidingMQA).
 
     """
 
@@ -93,13 +94,13 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         self.out_proj = Linear(features, features, use_bias=out_bias, **matrix)
 
     def init_state(self, batch_size: int) -> LocalAttentionState:
-        """No keys yet, in at least float32."""
+        """An empty cache of keys and values, in at least float32."""
         shape = (batch_size, self.window - 1, self.num_kv_heads, self.head_features)
         keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
     def sequence(self, x, state, rows):
-        """`ops.local_attention` between projections."""
+        """Runs `ops.local_attention` between the projections."""
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
         positions, _ = rows.positions(state.position, time)
@@ -116,12 +117,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """The heads. Keys and values that several heads share stay whole."""
+        """The heads are divided. Keys and values that several heads share stay whole."""
         of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
         return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
-        """`hf`; if recurrentgemma or hippogriff has such a layer, its layouts, too."""
+        """`hf`, and the layouts of recurrentgemma or hippogriff if it has such a layer."""
         bias = self.q_proj.use_bias
         inputs = ("q_proj", "k_proj", "v_proj")
         layouts = {

@@ -1,4 +1,4 @@
-"""The LSTM, as torch.nn.LSTM has it."""
+"""The LSTM of torch.nn.LSTM, with further options."""
 
 __all__ = ["LSTM", "LSTMState"]
 
@@ -26,52 +26,53 @@ class LSTM(RecurrentStack[LSTMState]):
 
     and with `use_peepholes`, p_i ⊙ c_{t−1} is added to i, p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
 
-    x is (batch, time, in_features), y (batch, time, directions · out), and the state
-    `LSTMState(h, c)` with h (num_layers · directions, batch, out) and c the same with
-    hidden_features; out is proj_features where given, else hidden_features.
+    x is (batch, time, in_features), and y is (batch, time, directions · out). The state is
+    `LSTMState(h, c)` with h (num_layers · directions, batch, out) and c (num_layers · directions,
+    batch, hidden_features). out is proj_features if given, otherwise hidden_features.
 
     Args:
         in_features: size of x_t.
         hidden_features: size of c_t.
         num_layers: number of layers. Each reads the outputs of the one below.
-        bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
-        proj_features: size of h_t, less than hidden_features; None for no projection.
-        proj_bias: add b_hr, as torch_ref.LSTMProj does. torch.nn.LSTM has no b_hr.
-        use_bias: add b_ih and b_hh.
-        recurrent_bias: add b_hh. False leaves one bias.
-        use_peepholes: the gates see the cell, too. torch.nn.LSTM has no peepholes.
-        dropout_rate: dropout, in training, of the inputs of every layer but the first.
-        time_major: x and y are (time, batch, features).
+        bidirectional: whether each layer runs in both directions. The next layer reads the outputs
+            of both, as in torch.
+        proj_features: size of h_t, less than hidden_features. None: no projection.
+        proj_bias: whether to add b_hr, as torch_ref.LSTMProj does. torch.nn.LSTM has no b_hr.
+        use_bias: whether to add b_ih and b_hh.
+        recurrent_bias: whether to add b_hh. If False, b_ih is the only bias.
+        use_peepholes: whether the gates also read the cell. torch.nn.LSTM has no peepholes.
+        dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
+        time_major: whether x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
-        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
-        bias_init: draws b_ih, b_hr and the peepholes. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
-            `kernel_init`'s None.
-        method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
-            peepholes and `reset`; "xla", which runs anywhere with every option. "auto" takes cuDNN
-            for sequences that it can serve, and XLA otherwise (see below).
+        recurrent_kernel_init: draws W_hh. None: like the default of `kernel_init`.
+        bias_init: draws b_ih, b_hr and the peepholes. None: like the default of `kernel_init`.
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
+            default of `kernel_init`.
+        method: "cudnn" is NVIDIA's own LSTM, which runs on its GPUs in float32 and supports no
+            projections, peepholes or `reset`. "xla" runs anywhere with every option. "auto" uses
+            cuDNN for sequences that cuDNN supports, and XLA otherwise (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
             is not in [0, 1), there is no such method, or an initializer is given for a bias that
             the layer lacks.
-        NotImplementedError: at a call that cuDNN, asked for by name, cannot serve.
+        NotImplementedError: (at the call) method is "cudnn", and cuDNN does not support the call.
 
-    "auto" takes cuDNN where the program runs on an NVIDIA GPU, the machine's only one or one of a
-    `jax.shard_map` (the compiler cannot divide cuDNN's call over several). Like JAX's own products
-    on a GPU, cuDNN's are in TensorFloat-32 unless `jax.default_matmul_precision("highest")` or
-    another setting asks for more. Under `vmap` cuDNN's calls come one after the other, and it has
-    no forward-mode gradient.
+    "auto" uses cuDNN if the program runs on the machine's only NVIDIA GPU or inside a
+    `jax.shard_map` over NVIDIA GPUs, because the compiler cannot divide a call of cuDNN over
+    several GPUs. Like JAX's own matrix products on a GPU, those of cuDNN use TensorFloat-32 unless
+    `jax.default_matmul_precision("highest")` or another setting asks for more. Under `vmap`, calls
+    of cuDNN run one after the other, and cuDNN has no forward-mode gradient.
 
     Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM,
-    with one bias a layer). To continue training labml's, build with `recurrent_bias=False`: two
-    biases would each get the gradient of the one. Source: Hochreiter and Schmidhuber 1997;
-    peepholes, Gers and Schmidhuber 2000; the projection, Sak et al. 2014 (arXiv 1402.1128);
-    torch.nn.LSTM.
+    with one bias per layer). To continue training labml's LSTM, build the layer with
+    `recurrent_bias=False`. Otherwise each of the two biases would receive the full gradient of
+    labml's one bias. Source: Hochreiter and Schmidhuber 1997; peepholes, Gers and Schmidhuber 2000;
+    the projection, Sak et al. 2014 (arXiv 1402.1128); torch.nn.LSTM.
 
     """
 
@@ -101,6 +102,7 @@ class LSTM(RecurrentStack[LSTMState]):
         recurrent_bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        # A projection as wide as the cell is refused, because torch.nn.LSTM refuses it, too.
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
                 f"proj_features: expected between 1 and hidden_features − 1 = "
@@ -134,7 +136,7 @@ class LSTM(RecurrentStack[LSTMState]):
         return partial(ops.lstm_stack, method=self.method)
 
     def torch_layouts(self) -> Layouts:
-        """As for every stack, and `labml`: the keys of labml's LSTM."""
+        """The layouts of every stack, and `labml`: the keys of labml's LSTM."""
         layouts = super().torch_layouts()
         weights = self.cells[0].arrays().keys()
         has_recurrent_bias = "bias_hh" in weights

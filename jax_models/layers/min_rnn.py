@@ -20,7 +20,7 @@ from jax_models.weights import Layouts, gates
 
 
 class MinRNN(SequenceLayer[MinRNNState]):
-    """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `recurrence`."""
+    """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `operator`."""
 
     divides_time = True
 
@@ -55,7 +55,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
         )
 
     def operator(self) -> Callable[..., Any]:
-        """The recurrence of one layer, by the subclass: `ops.min_gru` or `ops.min_lstm`."""
+        """The recurrence of one layer, set by the subclass: `ops.min_gru` or `ops.min_lstm`."""
         raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> MinRNNState:
@@ -84,7 +84,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
     mesh_axes = last_axis("gates", "gates")
 
     def torch_layouts(self) -> Layouts:
-        """`minimal`: a Linear a gate and layer, as in the paper's listings."""
+        """`minimal`: one Linear for each gate of each layer, as in the paper's listings."""
         table = []
         for i, linear in enumerate(self.gates):
             keys = [f"layers.{i}.linear_{gate}" for gate in self.gate_names]
@@ -104,18 +104,18 @@ class MinGRU(MinRNN):
         h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)
 
     x is (batch, time, in_features), y (batch, time, hidden_features), and the state
-    `MinRNNState(h)` with h (num_layers, batch, hidden_features). The gates do not see the state, so
-    that all of a sequence is one linear recurrence, which accelerators compute in parallel.
+    `MinRNNState(h)` with h (num_layers, batch, hidden_features). The gates do not depend on the
+    state, so a whole sequence is one linear recurrence, which accelerators compute in parallel.
 
     Args:
         in_features: size of x_t.
         hidden_features: size of h_t.
-        num_layers: layers; each reads the outputs of the one below.
-        use_bias: with b_z and b_h.
-        dropout_rate: of the inputs of every layer but the first, when training.
-        method: of `ops.linear_recurrence`.
-        **options: as in `LayerOptions`. Matrices and biases start uniform in ±1/√in_features, as in
-            torch.nn.Linear.
+        num_layers: number of layers. Each reads the outputs of the one below.
+        use_bias: whether to add b_z and b_h.
+        dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
+        method: the method of `ops.linear_recurrence`.
+        **options: as in `LayerOptions`. Matrices and biases are initialized uniformly in
+            ±1/√in_features, as in torch.nn.Linear.
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), there is no such method, or

@@ -22,16 +22,17 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
         y = (gelu(x W_gate) ⊙ x W_up) W_down
 
-    x and y are (…, features). By default, gelu is the exact one, with erf. `activation` replaces it
-    by its approximation with tanh, or by silu.
+    x and y are (…, features). By default, gelu is the exact GELU, with erf. `activation` replaces
+    it with its approximation by tanh, or with silu.
 
     Args:
         features: size of x and y.
         mlp_features: width of the MLP.
         use_bias: whether the three projections have biases.
         activation: the exact gelu, its approximation, or silu.
-        down_init: initializes W_down. None: as the other matrices.
-        **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the biases at zero.
+        down_init: initializes W_down. None: like the other matrices.
+        **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the biases
+            to zero.
 
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.

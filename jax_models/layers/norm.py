@@ -54,7 +54,7 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         >>> norm = GroupNorm(64, num_groups=4, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 64)))
 
-    x is (rows, features). It computes in at least float32, and works under
+    x is (rows, features). The norm is computed in at least float32, and works under
     `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
@@ -91,8 +91,9 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         running mean ← m · running mean + (1 − m) · mean
         running var ← m · running var + (1 − m) · n / (n − 1) · var
 
-    The features are the last axis of x; mean and var are over its n rows. After `norm.eval()`, y is
-    computed with the running statistics instead. Flax's own layer lacks the factor n / (n − 1).
+    The features are the last axis of x. mean and var are taken over the n positions along all other
+    axes. After `norm.eval()`, y is computed with the running statistics instead. Flax's own layer
+    leaves out the factor n / (n − 1).
 
     Args:
         features: size of the last axis of x.
@@ -130,7 +131,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
     def __call__(self, x, use_running_average: bool | None = None, *, mask=None):
         """Normalize each feature, and update the running statistics in training.
 
-        The statistics ignore the numbers of x where `mask`, if given, is false.
+        The statistics ignore the elements of x where `mask`, if given, is false.
         """
         if use_running_average is None:
             use_running_average = self.use_running_average
@@ -142,7 +143,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         with jax.numpy_dtype_promotion("standard"):
             y = super().__call__(x, use_running_average, mask=mask)
         if not use_running_average:
-            # Flax has added (1 − m) var. torch adds (1 − m) var / (n − 1) more.
+            # Flax has added (1 − m) · var, and torch adds (1 − m) · var / (n − 1) on top.
             if mask is not None:
                 counted = jnp.broadcast_to(mask, x.shape).reshape(rows, -1)
                 rows = jnp.maximum(counted.sum(axis=0), 2)
@@ -195,7 +196,7 @@ class RootMeanSquareNorm(CheckedOptions, nnx.Module):
         return self.scaled(x, square, jnp.broadcast_to(scale, x.shape)).astype(dtype)
 
     def scaled(self, x: Array, square: Array, scale: Array) -> Array:
-        """A subclass's equation; `square` is the mean of the squares of x."""
+        """The subclass's equation; `square` is the mean of the squares of x."""
         raise NotImplementedError  # a subclass defines it
 
 
@@ -214,15 +215,15 @@ class ZeroCenteredRMSNorm(RootMeanSquareNorm):
         super().__init__(features, epsilon, **options)
 
     def scaled(self, x, square, scale):
-        """With ε inside of the root."""
+        """Normalizes with ε inside the root."""
         return x * jax.lax.rsqrt(square + self.epsilon) * (1 + scale)
 
 
 class StripedHyenaNorm(RootMeanSquareNorm):
-    """`x / (√mean(x²) + ε) · scale` over the features: ε is outside of the root."""
+    """`x / (√mean(x²) + ε) · scale` over the features, with ε outside the root."""
 
     def scaled(self, x, square, scale):
-        """The gradient is that of `x / ε · scale` at x = 0."""
+        """Normalizes; at x = 0, the gradient is that of `x / ε · scale`."""
         root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
         return x / (root + self.epsilon) * scale
 
@@ -231,5 +232,5 @@ class HippogriffNorm(RootMeanSquareNorm):
     """`x / √mean(x²) · scale` over the features; zeros stay zeros."""
 
     def scaled(self, x, square, scale):
-        """Without ε."""
+        """Normalizes without ε."""
         return x / jnp.sqrt(jnp.where(square > 0, square, 1)) * scale

@@ -1,4 +1,4 @@
-"""Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
+"""Stacks of gated recurrences in layers and directions, the common part of RNN, LSTM and GRU."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack
@@ -22,10 +22,10 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 class Cell(nnx.Module):
     """The weights of one recurrence: one direction of one layer of a stack.
 
-    By default all start uniform in ±1/√hidden_features, as torch's do. If only `bias_init` is
-    given, the second bias starts at zero, because the gates use the sum of both. The matrices are
-    (in, out), and the gates stand side by side along the last axis. A weight that the options leave
-    out is None.
+    By default, all are drawn uniformly from ±1/√hidden_features, as in torch. If only `bias_init`
+    is given, the second bias starts at zero, because the gates use the sum of both. The matrices
+    are (in, out), and the gates are side by side along the last axis. A weight that the options
+    leave out is None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Cell(nnx.Module):
     ):
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
-        # An initializer without a parameter is a mistake.
+        # An initializer for a parameter that does not exist is a mistake of the caller.
         draws_bias = use_bias or proj_bias or use_peepholes
         refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
         refuse_unused(
@@ -59,7 +59,7 @@ class Cell(nnx.Module):
         def param(init: Initializer | None, *shape: int) -> nnx.Param:
             return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
 
-        # Another order of these draws would change the weights that a seed gives.
+        # Keep this order, because another order would change the weights that a seed gives.
         gates = num_gates * hidden_features
         out_features = proj_features or hidden_features
         self.kernel_ih = param(kernel_init, in_features, gates)
@@ -80,16 +80,16 @@ class Cell(nnx.Module):
     mesh_axes = whole("kernel_ih", "kernel_hh")
 
     def arrays(self) -> dict[str, Array]:
-        """The weights that there are, by name."""
+        """The existing weights by name."""
         names = "kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr", "peephole"
         weights = {name: getattr(self, name) for name in names}
         return {name: w.get_value() for name, w in weights.items() if w is not None}
 
 
 class RecurrentStack(SequenceLayer[State]):
-    """Layers of one gated recurrence, each running forward, or both ways with their outputs joined.
+    """Layers of one gated recurrence, which run forward, or in both directions with joined outputs.
 
-    The state's arrays are (num_layers · directions, batch, features), ordered as torch's: layer 0
+    The state's arrays are (num_layers · directions, batch, features), ordered as in torch: layer 0
     forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and `gate_names` and
     define `operator`.
     """
@@ -109,7 +109,7 @@ class RecurrentStack(SequenceLayer[State]):
         proj_features: int | None = None,
         **options: Any,
     ):
-        """Options that are not named here are those of a `Cell`."""
+        """Builds the cells. All other options are passed to each `Cell`."""
         super().__init__(in_features, **norm_options(options))
         self.time_major = time_major
         self.hidden_features = checked_size("hidden_features", hidden_features)
@@ -149,7 +149,7 @@ class RecurrentStack(SequenceLayer[State]):
         )
 
     def sequence(self, x, state, rows):
-        """All layers, in as few stacks as the dropout between them leaves."""
+        """Runs all layers in one call of the operator, or with dropout, in one call per layer."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x, run = x.astype(dtype), self.operator()
@@ -172,7 +172,7 @@ class RecurrentStack(SequenceLayer[State]):
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: torch_ref's, with one Linear a gate."""
+        """`torch.nn`: torch.nn.RNN, LSTM or GRU. `scratch`: torch_ref's, with a Linear per gate."""
         names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}
@@ -194,7 +194,7 @@ class RecurrentStack(SequenceLayer[State]):
         return table
 
     def scratch_table(self, index: int) -> Table:
-        """The table of one cell with a Linear a gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""
+        """The table of one cell with a Linear per gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""
         table = []
         for name in self.cells[index].arrays():
             if name == "peephole":

@@ -1,4 +1,4 @@
-"""The residual block: a mixer of steps and an MLP, each after a norm and added to its input."""
+"""The residual block: a mixer over time and an MLP, each after a norm and added to its input."""
 
 __all__ = ["ResidualBlock"]
 
@@ -15,7 +15,7 @@ Map = Callable[[Array], Array]
 
 
 class ResidualBlock(SequenceLayer[State]):
-    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the mixer's state is the block's.
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer.
 
         >>> class Block(ResidualBlock):
         ...     parts = ("norm1", "lstm", "norm2", "mlp")
@@ -27,27 +27,29 @@ class ResidualBlock(SequenceLayer[State]):
         ...         self.mlp = GatedMLP(features, 3 * features, rngs=rngs)
         >>> y, state = Block(64, rngs=nnx.Rngs(0))(jnp.ones((8, 100, 64)))
 
-    A subclass makes the four parts and lists the names of their attributes in `parts`.
+    A subclass builds the four parts and lists the names of their attributes in `parts`.
     """
 
     divides_time = True
 
     parts: ClassVar[tuple[str, str, str, str]]
-    """The attributes that are the mixer's norm, the mixer, the MLP's norm and the MLP."""
+    """The names of the attributes that hold the mixer's norm, the mixer, the MLP's norm and the
+    MLP.
+    """
 
     @property
     def _mixer(self) -> SequenceLayer[State]:
-        """The mixer. What it cannot do, the block cannot do, either."""
+        """The mixer, whose restrictions also apply to the block."""
         return getattr(self, self.parts[1])
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether there is a `step`."""
+        """Whether the block has a `step`."""
         return self._mixer.causal
 
     @property
     def noncausal_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why there is no `step`."""
+        """Why the block has no `step`."""
         return self._mixer.noncausal_reason
 
     @property

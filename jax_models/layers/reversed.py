@@ -10,22 +10,22 @@ from jax_models.weights import Layouts, nested
 
 
 class Reversed(SequenceLayer[State]):
-    """`y = reverse(layer(reverse(x)))`: each step sees itself and those after it.
+    """`y = reverse(layer(reverse(x)))`: each step sees itself and the steps after it.
 
         >>> layer = Reversed(LSTM(64, 256, rngs=nnx.Rngs(0)))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    The state goes in before the last step, and comes out after the first. Where there are
-    `lengths`, each row starts at its end.
+    The given state is the one before the last step, and the returned state is the one after the
+    first. With `lengths`, each row starts at its own last step.
 
     Args:
-        layer: a layer from the first step to the last, one that has a `step`.
+        layer: a layer that runs from the first step to the last and has a `step`.
 
     Raises:
-        TypeError: it is not a `SequenceLayer`.
-        ValueError: it has no `step`.
+        TypeError: `layer` is not a `SequenceLayer`.
+        ValueError: `layer` has no `step`.
 
-    Layouts: the layer's, whose keys begin with `layer.`.
+    Layouts: those of the layer, with keys that begin with `layer.`.
 
     """
 
@@ -49,7 +49,7 @@ class Reversed(SequenceLayer[State]):
         return run_reversed(self.layer, x, state, rows)
 
     def torch_layouts(self) -> Layouts:
-        """The layer's, as the attribute `layer`."""
+        """The layouts of the layer, with keys that begin with `layer.`."""
         layouts = self.layer.torch_layouts().items()
         return {name: nested(table, "layer", "layer") for name, table in layouts}
 
@@ -60,6 +60,6 @@ def run_reversed(
     state: State,
     rows: Rows,
 ) -> tuple[Float[Array, "batch time out"], State]:
-    """The layer from the last step of each row to the first."""
+    """Runs a layer from the last step of each row to the first."""
     y, last = layer.joined_sequence(reverse_time(x, rows.lengths), state, rows.reversed())
     return reverse_time(y, rows.lengths), last

@@ -32,8 +32,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    x and y = h are (batch, time, features), the state `RGLRUState(h)` with h (batch, features).
-    `1 − a_t²` is computed as `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1.
+    x and y = h are (batch, time, features), and the state is `RGLRUState(h)` with h (batch,
+    features). `1 − a_t²` is computed as `−expm1(2 c r_t log a)`, which stays accurate if a is close
+    to 1.
 
     To train a new layer, choose `parameterization="softplus"`. The parameter is then `a_param`,
     which may be any number, with a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
@@ -56,11 +57,12 @@ class RGLRU(SequenceLayer[RGLRUState]):
             (batch,) counts the steps of the document so far and starts at 0.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
-        method: how `ops.linear_recurrence` runs.
-        **options: as in `LayerOptions`. W_i and W_r start as `lecun_normal`; blocks start normal,
-            with the variance 1 / features, and their biases at zero. a^c starts uniform in
-            [0.9, 0.999]. With "softplus", a² starts uniform in [0.81, 0.998], as in recurrentgemma.
-            The gates and the state are computed in at least float32.
+        method: the method of `ops.linear_recurrence`.
+        **options: as in `LayerOptions`. W_i and W_r are initialized by `lecun_normal`. Blocks are
+            drawn from a normal distribution with variance 1 / features, and their biases are zero.
+            With "direct", a^c is drawn uniformly from [0.9, 0.999]. With "softplus", a² is drawn
+            uniformly from [0.81, 0.998], as in recurrentgemma. The gates and the state are computed
+            in at least float32.
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
@@ -89,7 +91,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, **options)
         self.c = c
-        # Block-diagonal gates are those of recurrentgemma, which always trains a_param.
+        # Block-diagonal gates come from recurrentgemma, which always trains a_param.
         default = "direct" if num_blocks is None else "softplus"
         self.parameterization: Parameterization = parameterization or default
         direct = self.parameterization == "direct"
@@ -120,13 +122,13 @@ class RGLRU(SequenceLayer[RGLRUState]):
             blocks = {k: inits[k] for k in ("kernel_init", "bias_init", "param_dtype", "rngs")}
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
-        # The initial a, raised to this power, is uniform between low and high.
+        # The initial a, raised to `power`, is uniform between `low` and `high`.
         power, low, high = (c, 0.9, 0.999) if direct else (2, 0.9**2, 0.999**2)
         to_power = jax.random.uniform(
             rngs.params(), (features,), carry_dtype(param_dtype), low, high
         )
         if direct:
-            below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
+            below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would ignore the input
             a = jnp.minimum(to_power ** (1 / power), below_one).astype(param_dtype)
             self.a = nnx.Param(a, bounds=(0.0, 1.0))
         else:
@@ -134,12 +136,12 @@ class RGLRU(SequenceLayer[RGLRUState]):
             self.a_param = nnx.Param(a_param.astype(param_dtype))
 
     def init_state(self, batch_size: int) -> RGLRUState:
-        """Zeros, (batch, features), in at least float32, at position 0 if there is one."""
+        """Zeros, (batch, features), in at least float32, and position 0 if there is a position."""
         h = jnp.zeros((batch_size, self.in_features), self.state_dtype)
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
     def sequence(self, x, state, rows, c=None):
-        """`ops.rg_lru`; `c` replaces the option c, because hippogriff stores c as a weight."""
+        """Runs `ops.rg_lru`. `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:
@@ -168,7 +170,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
     mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
+        """`hawk`: the keys of torch_ref.RGLRU. With blocks: the layouts of RecurrentGemma."""
         gates = ("input_gate", "recurrence_gate")
         if self.num_blocks is None:
             decay = "a" if self.parameterization == "direct" else "a_param"

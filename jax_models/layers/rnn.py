@@ -1,4 +1,4 @@
-"""The simple RNN, as torch.nn.RNN has it."""
+"""The simple RNN of torch.nn.RNN, with a further option."""
 
 __all__ = ["RNN", "RNNState"]
 
@@ -29,30 +29,32 @@ class RNN(RecurrentStack[RNNState]):
         in_features: size of x_t.
         hidden_features: size of h_t.
         num_layers: number of layers. Each reads the outputs of the one below.
-        bidirectional: each layer runs both ways, and the next reads both (torch's meaning; for two
-            whole stacks that meet at the end, see `Bidirectional`).
-        nonlinearity: φ.
-        use_bias: add b_ih and b_hh.
-        recurrent_bias: add b_hh. False leaves one bias: `h_t = φ(x U + h W + b)`.
-        dropout_rate: dropout, in training, of the inputs of every layer but the first.
-        time_major: x and y are (time, batch, features).
+        bidirectional: whether each layer runs in both directions. The next layer reads the outputs
+            of both, as in torch. For two whole stacks of which only the outputs are joined, see
+            `Bidirectional`.
+        nonlinearity: φ, "tanh" or "relu".
+        use_bias: whether to add b_ih and b_hh.
+        recurrent_bias: whether to add b_hh. If False, there is one bias: `h_t = φ(x U + h W + b)`.
+        dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
+        time_major: whether x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
-        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
-        bias_init: draws b_ih. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
-            `kernel_init`'s None.
+        recurrent_kernel_init: draws W_hh. None: like the default of `kernel_init`.
+        bias_init: draws b_ih. None: like the default of `kernel_init`.
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
+            default of `kernel_init`.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
             is given for a bias that the layer lacks.
 
-    Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
-    with U, W and one b). To continue training such a cell, build with `recurrent_bias=False`: two
-    biases would each get the gradient of the one. Source: Elman 1990; torch.nn.RNN.
+    Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (a single
+    tanh cell with parameters U, W and one bias b). To continue training such a cell, build the
+    layer with `recurrent_bias=False`. Otherwise each of the two biases would receive the full
+    gradient of b. Source: Elman 1990; torch.nn.RNN.
 
     """
 
@@ -103,7 +105,7 @@ class RNN(RecurrentStack[RNNState]):
         return partial(ops.recurrent_stack, recurrence)
 
     def torch_layouts(self) -> Layouts:
-        """As for every stack, and `deep`: RNNDeep; `cell`: the RNN with U, W and one b."""
+        """The layouts of every stack, `deep`: RNNDeep, `cell`: a cell with U, W and one bias."""
         layouts = super().torch_layouts()
         has_bias, has_recurrent_bias = (
             bias is not None for bias in (self.cells[0].bias_ih, self.cells[0].bias_hh)

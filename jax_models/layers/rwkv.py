@@ -1,4 +1,4 @@
-"""RWKV-4 (arXiv 2305.13048), under BlinkDL's names."""
+"""RWKV-4 (arXiv 2305.13048), with the parameter names of BlinkDL's code."""
 
 __all__ = [
     "RWKVBlock",
@@ -51,7 +51,7 @@ class RWKVTimeMixState(NamedTuple):
 
 
 class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
-    """RWKV-4's attention.
+    """The time mix of RWKV-4, which takes the place of attention.
 
         >>> layer = RWKVTimeMix(64, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -61,18 +61,18 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
               / (Σ_{i<t} e^{−(t−1−i)w + k_i} + e^{u + k_t})
         y_t = (σ(r) ⊙ wkv_t) W_o
 
-    with w = exp(time_decay) and u = time_first; `ops.wkv` computes it without overflow. x and y are
-    (batch, time, features), the state `RWKVTimeMixState(last, wkv)`, where wkv is
-    `WKVState(num, den, max)`; each array is (batch, features).
+    Here w = exp(time_decay) and u = time_first. `ops.wkv` computes wkv_t without overflow. x and y
+    are (batch, time, features). The state is `RWKVTimeMixState(last, wkv)`, where wkv is a
+    `WKVState(num, den, max)`, and each array is (batch, features).
 
     Args:
         features: size of x_t and y_t.
-        method: how `ops.wkv` runs.
-        **options: as in `RWKVOptions`. The four W start as in RWKV-4, orthogonal for v, zero for
-            the others.
+        method: the method of `ops.wkv`.
+        **options: as in `RWKVOptions`. As in RWKV-4, W_v is initialized to an orthogonal matrix and
+            the other three W to zero.
 
     Raises:
-        ValueError: a size is not positive, or there is no such layer.
+        ValueError: a size is not positive, or layer_index is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV-LM's RWKV_TimeMix), `hf` (transformers' RwkvSelfAttention).
 
@@ -107,13 +107,13 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-4"))
 
     def init_state(self, batch_size: int) -> RWKVTimeMixState:
-        """No last input and empty sums, in at least float32."""
+        """A last input of zeros and empty sums, in at least float32."""
         dtype = self.state_dtype
         wkv = ops.empty_wkv_state(batch_size, self.in_features, dtype)
         return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
 
     def sequence(self, x, state, rows):
-        """The receptance times the weighted average of the past, `ops.wkv`, projected."""
+        """Multiplies the weighted average of the past by the receptance, and projects it."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, rows)
@@ -147,7 +147,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
 
 
 class RWKVChannelMix(ChannelMix):
-    """RWKV-4's feed-forward part.
+    """The channel mix of RWKV-4, its feed-forward part.
 
         >>> layer = RWKVChannelMix(64, 256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -155,15 +155,17 @@ class RWKVChannelMix(ChannelMix):
         r, k = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
-    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+    x and y are (batch, time, features), and the state is `RWKVChannelMixState(last)`, where last is
+    (batch, features).
 
     Args:
         features: size of x_t and y_t.
         hidden_features: size of k; four times `features` in RWKV-4.
-        **options: as in `RWKVOptions`. W_k starts orthogonal, the others at zero.
+        **options: as in `RWKVOptions`. W_k is initialized to an orthogonal matrix, the others to
+            zero.
 
     Raises:
-        ValueError: a size is not positive, or there is no such layer.
+        ValueError: a size is not positive, or layer_index is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV-LM's RWKV_ChannelMix), `hf` (transformers' RwkvFeedForward).
 
@@ -185,7 +187,7 @@ class RWKVChannelMix(ChannelMix):
 
 
 def by_mixes(*rows: Weight, mixes: Iterable[str]) -> Layouts:
-    """The layouts of a mix of RWKV-4: BlinkDL names a μ by the first letter of its projection."""
+    """The layouts of a mix. BlinkDL names each μ by the first letter of its projection."""
     letters = {"blinkdl": 1, "hf": None}
     return {
         layout: [
@@ -206,15 +208,15 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
         x ← x + att(ln1(x))
         x ← x + ffn(ln2(x))
 
-    x is (batch, time, features), the state `RWKVBlockState(att, ffn)`.
+    x is (batch, time, features), and the state is `RWKVBlockState(att, ffn)`.
 
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's k. None: four times `features`.
-        **options: as in `RWKVOptions`; parameters start as in RWKV-4.
+        **options: as in `RWKVOptions`; parameters are initialized as in RWKV-4.
 
     Raises:
-        ValueError: a size is not positive, or there is no such layer.
+        ValueError: a size is not positive, or layer_index is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV-LM's Block), `hf` (transformers' RwkvBlock).
 

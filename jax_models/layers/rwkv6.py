@@ -1,4 +1,4 @@
-"""RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
+"""RWKV-6, Finch (arXiv 2404.05892), with the parameter names of BlinkDL's x060 code."""
 
 __all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix", "RWKV6TimeMixState"]
 
@@ -45,7 +45,7 @@ from jax_models.weights import (
 )
 
 GROUP_NORM_EPSILON = 64e-5
-"""The ε of the norm of each head, in all RWKVs that have heads of any size."""
+"""The ε of each head's norm, from RWKV-6 on."""
 
 MIXES = ("w", "k", "v", "r", "g")
 """The data-dependent mixes, in the order of BlinkDL's files."""
@@ -61,7 +61,7 @@ class RWKV6TimeMixState(NamedTuple):
 
 
 class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
-    """RWKV-6's attention.
+    """The time mix of RWKV-6, which takes the place of attention.
 
         >>> layer = RWKV6TimeMix(128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 128)))
@@ -73,22 +73,24 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         o_t = r_tᵀ (S_{t−1} + diag(u) k_t v_tᵀ),   S_t = diag(w_t) S_{t−1} + k_t v_tᵀ     by head
         y_t = (GroupNorm(o_t) ⊙ g) W_o
 
-    A is time_maa_w1, B time_maa_w2, D time_decay_w1 and _w2, u time_faaaa; the norm's ε is 64e-5.
-    `ops.delta_rule` computes o. x and y are (batch, time, features), the state
-    `RWKV6TimeMixState(last, wkv)`: the last x, and S (batch, heads, key, value).
+    A is time_maa_w1, B is time_maa_w2, D_1 and D_2 are time_decay_w1 and time_decay_w2, and u is
+    time_faaaa. The norm's ε is 64e-5. `ops.delta_rule` computes o. x and y are (batch, time,
+    features). The state is `RWKV6TimeMixState(last, wkv)`: the last x, and S (batch, heads, key,
+    value).
 
     Args:
         features: size of x_t and y_t.
-        head_size: of each head; it divides `features`.
-        mix_rank: the width of A, for each mix. None: 32, or 64 from 4096 features on.
-        decay_rank: the width of D_1. None: 64, or 128 from 4096 features on.
-        method: how `ops.delta_rule` runs.
-        **options: as in `RWKVOptions`. The five W start as in RWKV-6, orthogonal, smaller for k and
-            g, zero for the output. Decays and the state are kept in at least float32.
+        head_size: size of each head, a divisor of `features`.
+        mix_rank: the width of A for each mix. None: 32, or 64 with at least 4096 features.
+        decay_rank: the width of D_1. None: 64, or 128 with at least 4096 features.
+        method: the method of `ops.delta_rule`.
+        **options: as in `RWKVOptions`. As in RWKV-6, W_r and W_v are initialized to orthogonal
+            matrices, W_k and W_g to 0.1 times orthogonal matrices, and W_o to zero. Decays and the
+            state are computed in at least float32.
 
     Raises:
-        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
-            such layer.
+        ValueError: a size is not positive, `head_size` does not divide `features`, or layer_index
+            is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV_Tmix_x060), `fla` (flash-linear-attention), `hf` (RWKV's own
     repositories at Hugging Face).
@@ -121,7 +123,8 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
             draw = jax.random.uniform(rngs.params(), shape, carry_dtype(param_dtype), -0.01, 0.01)
             return param(draw)
 
-        # Vectors are functions of the layer and the channel, as in RWKV-6's training code.
+        # As in RWKV-6's training code, vectors are initialized by functions of the layer and the
+        # channel.
         self.time_maa_x, self.time_maa_w, self.time_maa_k = (param(1 - mix) for _ in range(3))
         self.time_maa_v = param(1 - mix - 0.3 * depth)
         self.time_maa_r, self.time_maa_g = (param(1 - mix**0.5) for _ in range(2))
@@ -143,7 +146,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-6"))
 
     def sequence(self, x, state, rows):
-        """The receptance reads the matrix; the group-normed result is gated and projected."""
+        """Runs `ops.delta_rule`, normalizes each head's outputs, and gates and projects them."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, rows)
@@ -182,7 +185,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
+        """`blinkdl` and `hf`: the keys of a block's time mix; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
         whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
         matrices = ("receptance", "key", "value", "gate", "output")
@@ -196,7 +199,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
 
 
 def _fla_time_mix() -> Table:
-    """The keys of fla: mixes in another order, low-rank matrices as in `torch.nn.Linear`."""
+    """The table of fla, which orders the mixes differently and transposes the low-rank matrices."""
     to_fla = [MIXES.index(name) for name in FLA_MIXES]
     from_fla = [FLA_MIXES.index(name) for name in MIXES]
 
@@ -230,7 +233,7 @@ def _fla_time_mix() -> Table:
 
 
 class RWKV6ChannelMix(ChannelMix):
-    """RWKV-6's feed-forward part.
+    """The channel mix of RWKV-6, its feed-forward part.
 
         >>> layer = RWKV6ChannelMix(64, 224, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -238,16 +241,18 @@ class RWKV6ChannelMix(ChannelMix):
         k, r = (x_t + μ ⊙ (x_{t−1} − x_t)) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
-    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+    x and y are (batch, time, features), and the state is `RWKVChannelMixState(last)`, where last is
+    (batch, features).
 
     Args:
         features: size of x_t and y_t.
         hidden_features: size of k; in RWKV-6, 3.5 times `features`, rounded down to
             a multiple of 32.
-        **options: as in `RWKVOptions`. W_k starts orthogonal, the others at zero.
+        **options: as in `RWKVOptions`. W_k is initialized to an orthogonal matrix, the others to
+            zero.
 
     Raises:
-        ValueError: a size is not positive, or there is no such layer.
+        ValueError: a size is not positive, or layer_index is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV_CMix_x060), `fla`, `hf`.
 
@@ -284,20 +289,20 @@ class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
         x ← x + att(ln1(x))
         x ← x + ffn(ln2(x))
 
-    x is (batch, time, features), the state `RWKVBlockState(att, ffn)`.
+    x is (batch, time, features), and the state is `RWKVBlockState(att, ffn)`.
 
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's k. None: 3.5 times `features`, rounded down to a
             multiple of 32.
-        head_size: of each head; it divides `features`.
+        head_size: size of each head, a divisor of `features`.
         mix_rank: as in `RWKV6TimeMix`.
         decay_rank: as in `RWKV6TimeMix`.
-        **options: as in `RWKVOptions`; parameters start as in RWKV-6.
+        **options: as in `RWKVOptions`; parameters are initialized as in RWKV-6.
 
     Raises:
-        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
-            such layer.
+        ValueError: a size is not positive, `head_size` does not divide `features`, or layer_index
+            is not less than num_layers.
 
     Layouts: `blinkdl`, `fla`, `hf`, as in `RWKV6TimeMix`.
 
@@ -324,7 +329,7 @@ class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
 
 
 def default_ranks(features: int, mix_rank: int | None, decay_rank: int | None) -> tuple[int, int]:
-    """The given ranks, or else those of the released models of this width."""
+    """The given ranks, or by default those of the released models of this width."""
     scale = 2 if features >= 4096 else 1
     return mix_rank or 32 * scale, decay_rank or 64 * scale
 
@@ -335,7 +340,7 @@ def default_hidden_features(features: int) -> int:
 
 
 def head_norm(features: int, heads: int, options: Any) -> GroupNorm:
-    """The norm of each head, whose scale grows with the layer: ((1 + layer) / layers)^0.7."""
+    """The norm of each head. Its initial scale grows with the layer: ((1 + layer) / layers)^0.7."""
     epsilon = GROUP_NORM_EPSILON
     norm = GroupNorm(features, num_groups=heads, epsilon=epsilon, **norm_options(options))
     height = (1 + options["layer_index"]) / options["num_layers"]

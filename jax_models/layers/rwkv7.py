@@ -1,4 +1,4 @@
-"""RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
+"""RWKV-7, Goose (arXiv 2503.14456), with the parameter names of BlinkDL's x070 code."""
 
 __all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix", "RWKV7TimeMixState"]
 
@@ -57,20 +57,21 @@ class RWKV7Options(RWKVOptions, total=False):
     head_size: Annotated[int, Default(64)]
     """Size of each head; it divides the features."""
     decay_rank: int | None
-    """The width of w_1. None, here and in the next three: as in RWKV-7's training code."""
+    """The width of w_1. Each rank that is None is chosen as in RWKV-7's training code."""
     rate_rank: int | None
-    """The width of a_1, the in-context learning rate's."""
+    """The width of a_1, which computes the in-context learning rate."""
     value_rank: int | None
     """The width of v_1."""
     gate_rank: int | None
     """The width of g_1."""
     keep_unused: Annotated[bool, Default(False)]
-    """The lowest layer keeps v_0, v_1 and v_2, which it does not use, as `Constant`s. Some
-    checkpoints have them."""
+    """Whether the lowest layer keeps v_0, v_1 and v_2 as `Constant`s. It does not use them, but
+    some checkpoints contain them.
+    """
 
 
 class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
-    """RWKV-7's attention.
+    """The time mix of RWKV-7, which takes the place of attention.
 
         >>> layer = RWKV7TimeMix(128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 128)))
@@ -86,21 +87,22 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         S_t = S_{t−1} (diag(w_t) − κ̂_t (κ̂_t ⊙ a_t)ᵀ) + v_t k_tᵀ,   o_t = S_t r_t     by head
         y_t = ((GroupNorm(o_t) + (Σ r ⊙ k ⊙ r_k) v) ⊙ g) W_o
 
-    The norm's ε is 64e-5; `ops.delta_rule` computes o. The values of the lowest layer, v_first, go
-    through the layers beside x: the output is (batch, time, 2 · features), y and v_first, and so is
-    the input of every layer but the lowest, whose input is x alone. The state is
-    `RWKV7TimeMixState(last, wkv)`: the last x, and S (batch, heads, value, key).
+    The norm's ε is 64e-5. `ops.delta_rule` computes o. All layers read v_first, the values of the
+    lowest layer, so each layer passes them on beside y: its output is (batch, time, 2 · features),
+    y followed by v_first. The input of the lowest layer is x alone, and the input of every other
+    layer is x followed by v_first. The state is `RWKV7TimeMixState(last, wkv)`: the last x, and S
+    (batch, heads, value, key).
 
     Args:
         features: size of x_t and y_t.
-        method: how `ops.delta_rule` runs.
-        **options: as in `jax_models.layers.rwkv7.RWKV7Options`. The four W start as in RWKV-7,
-            orthogonal, smaller for k, zero for the output. Decays and the state are kept in at
-            least float32.
+        method: the method of `ops.delta_rule`.
+        **options: as in `jax_models.layers.rwkv7.RWKV7Options`. As in RWKV-7, W_r and W_v are
+            initialized to orthogonal matrices, W_k to 0.1 times an orthogonal matrix, and W_o to
+            zero. Decays and the state are computed in at least float32.
 
     Raises:
-        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
-            such layer.
+        ValueError: a size is not positive, `head_size` does not divide `features`, or layer_index
+            is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV_Tmix_x070), `fla` (flash-linear-attention).
 
@@ -121,7 +123,8 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         in_features = features if self.is_lowest else 2 * features
         super().__init__(in_features, features, head_size, method, **only(RWKVOptions, options))
         rngs, param_dtype = options["rngs"], self.param_dtype
-        # Most parameters start as functions of the layer and the channel, as in the training code.
+        # As in the training code, most parameters are initialized by functions of the layer and the
+        # channel.
         depth, height = depth_and_height(options)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
@@ -145,7 +148,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         self.w1, self.w2 = zeros_and_draw(ranks["decay_rank"])
         self.a1, self.a2 = zeros_and_draw(ranks["rate_rank"])
         self.g1, self.g2 = zeros_and_draw(ranks["gate_rank"])
-        # The lowest layer has no values to move towards, but some checkpoints have its parameters.
+        # The lowest layer does not use v_0, v_1 and v_2, but some checkpoints contain them.
         self.has_values = given["keep_unused"] or not self.is_lowest
         if self.has_values:
             kind = Constant if self.is_lowest else nnx.Param
@@ -164,22 +167,23 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
     def split(self, x):
-        """The input x; above the lowest layer, the pair of x and the lowest layer's values."""
+        """Returns x or, above the lowest layer, the pair of x and the lowest layer's values."""
         return x if self.is_lowest else tuple(jnp.split(x, 2, axis=-1))
 
     def sequence(self, x, state, rows) -> Any:
-        """The receptance reads the matrix; the group-normed result and a bonus are gated."""
+        """Runs `ops.delta_rule`, normalizes each head, adds a bonus, gates and projects the sum."""
         x, v_first = x if isinstance(x, tuple) else (x, None)
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
 
-        # Each projection reads its own mixture of this input and the one before.
+        # Each projection reads its own mixture of the current and the previous input.
         previous, last = token_shift(x, state.last, rows)
         x_r, x_w, x_k, x_v, x_a, x_g = (
             lerp_to_previous(x, previous, getattr(self, f"x_{name}")) for name in MIXES
         )
 
-        # The values move towards those of the lowest layer, by a share that depends on the data.
+        # Interpolate between this layer's values and those of the lowest layer. The weight depends
+        # on the data.
         v = self.value(x_v)
         if v_first is None:
             v_first = v
@@ -193,7 +197,8 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         log_w = LEAST_LOG_DECAY * jax.nn.sigmoid(low_rank(x_w, self.w1, self.w2, jnp.tanh, self.w0))
         gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
 
-        # Each head's matrix decays, forgets what the removal key reads, and learns a new pair.
+        # In each step, the matrix of each head decays, loses the value stored under the removal
+        # key, and stores a new pair of a key and a value.
         removal, k = self.removal_and_key(self.key(x_k), rate)
         r, k, v_heads, rate, log_w = (
             heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)
@@ -201,7 +206,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         inputs = (r, log_w, k, v_heads, -removal, removal * rate.astype(removal.dtype), state.wkv)
         o, wkv = ops.delta_rule(*inputs, min_log_w=LEAST_LOG_DECAY, rows=rows, method=self.method)
 
-        # The bonus lets the current step read its own value as strongly as r and k agree.
+        # The bonus adds the current value, weighted by the similarity of r and k.
         r_k = self.r_k[...].astype(o.dtype)[None, None]
         strength = jnp.sum(r.astype(o.dtype) * k * r_k, axis=-1, keepdims=True)
         read = self.normed(o, strength * v_heads.astype(o.dtype)) * gate.astype(o.dtype)
@@ -210,13 +215,13 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     def normed(
         self, o: Float[Array, "batch time heads value"], bonus: Float[Array, "..."]
     ) -> Float[Array, "batch time features"]:
-        """`GroupNorm(o) + bonus`, the heads side by side."""
+        """`GroupNorm(o) + bonus`, with the heads side by side."""
         batch, time = o.shape[:2]
         normed = self.ln_x(o.reshape(batch * time, self.features)).astype(o.dtype)
         return (normed.reshape(o.shape) + bonus).reshape(batch, time, self.features)
 
     def removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
-        """κ̂ by head, which is made from the given key, and the key that the state learns."""
+        """Returns the removal key κ̂ by head, and the key under which the state stores the value."""
         k, k_k, k_a = (y.astype(rate.dtype) for y in (k, self.k_k[...], self.k_a[...]))
         removal = heads_of(k * jnp.broadcast_to(k_k, k.shape), self.head_size)
         square = jnp.sum(removal**2, axis=-1, keepdims=True)
@@ -254,7 +259,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
 
 
 def _fla_low_rank(name: str) -> Table:
-    """Two matrices in the layout of `torch.nn.Linear`, and a bias."""
+    """The rows of two low-rank matrices, stored as in `torch.nn.Linear`, and of a bias."""
     return [
         transposed(f"{name}1", f"{name}_lora.lora.0.weight"),
         transposed(f"{name}2", f"{name}_lora.lora.2.weight"),
@@ -263,22 +268,23 @@ def _fla_low_rank(name: str) -> Table:
 
 
 class RWKV7ChannelMix(ChannelMix):
-    """RWKV-7's feed-forward part.
+    """The channel mix of RWKV-7, its feed-forward part.
 
         >>> layer = RWKV7ChannelMix(64, 256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         y_t = max((x_t + μ ⊙ (x_{t−1} − x_t)) W_k, 0)² W_v
 
-    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+    x and y are (batch, time, features), and the state is `RWKVChannelMixState(last)`, where last is
+    (batch, features).
 
     Args:
         features: size of x_t and y_t.
         hidden_features: size of the hidden layer; four times `features` in RWKV-7.
-        **options: as in `RWKVOptions`. W_k starts orthogonal, W_v at zero.
+        **options: as in `RWKVOptions`. W_k is initialized to an orthogonal matrix, W_v to zero.
 
     Raises:
-        ValueError: a size is not positive, or there is no such layer.
+        ValueError: a size is not positive, or layer_index is not less than num_layers.
 
     Layouts: `blinkdl` (RWKV_CMix_x070), `fla`.
 
@@ -311,18 +317,19 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
         x ← x + att(ln1(x))
         x ← x + ffn(ln2(x))
 
-    The values of the lowest layer go through the blocks beside x, as in `RWKV7TimeMix`: the output
-    is (batch, time, 2 · features), and so is the input of every block but the lowest. The state is
-    `RWKVBlockState(att, ffn)`.
+    Each block passes on the values of the lowest layer beside x, as in `RWKV7TimeMix`: the output
+    is (batch, time, 2 · features), and so is the input of every block except the lowest. The state
+    is `RWKVBlockState(att, ffn)`.
 
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's hidden layer. None: four times `features`.
-        **options: as in `jax_models.layers.rwkv7.RWKV7Options`; parameters start as in RWKV-7.
+        **options: as in `jax_models.layers.rwkv7.RWKV7Options`; parameters are initialized as in
+            RWKV-7.
 
     Raises:
-        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
-            such layer.
+        ValueError: a size is not positive, `head_size` does not divide `features`, or layer_index
+            is not less than num_layers.
 
     Layouts: `blinkdl`, `fla`, as in `RWKV7TimeMix`.
 
@@ -341,7 +348,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
 
 
 def default_ranks(features: int, options: Mapping[str, Any]) -> dict[str, int]:
-    """The given ranks, or else the training code's: multiples of 32 that grow with √features."""
+    """The given ranks, or the training code's: multiples of 32 that grow with √features."""
     factors = {"decay_rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}
     return {
         name: options.get(name) or max(32, 32 * round(factor * features**0.5 / 32))

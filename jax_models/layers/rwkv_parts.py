@@ -25,34 +25,37 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layer_norm, nested
 
 LARGEST_DECAY = 80.0
-"""The largest time_decay. Beyond it nothing of the past remains, and w would overflow."""
+"""The upper bound of time_decay. Larger values would overflow, and already at this one the state
+forgets everything.
+"""
 
 
 class RWKVOptions(MatrixOptions, total=False):
-    """The keyword arguments that the layers of all RWKVs take."""
+    """The keyword arguments of the layers of all versions of RWKV."""
 
     layer_index: Annotated[Index, Default(0)]
-    """Which layer of a model this is, 0 for the lowest."""
+    """The index of the layer in its model, 0 for the lowest."""
     num_layers: Annotated[int, Default(1)]
-    """How many layers the model has. Vectors, such as decays, bonuses and the μ, are initialized as
-    in the version's training code, by functions of the layer and of the channel."""
+    """The number of layers of the model. Vectors such as decays, bonuses and the μ are initialized
+    as in the training code, by functions of the layer and the channel.
+    """
 
 
 def orthogonal(
     key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
 ) -> Float[Array, "in out"]:
-    """RWKV-4's orthogonal (in, out) matrices, by default scaled by √(out / in) if out > in."""
+    """Draws an orthogonal matrix as RWKV-4 does, by default times √(out / in) if out > in."""
     gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
     return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
 
 def scaled_orthogonal(factor: float) -> Initializer:
-    """`orthogonal`, times a factor."""
+    """Returns the initializer `orthogonal`, multiplied by a factor."""
     return lambda *args, **kwargs: factor * orthogonal(*args, **kwargs)
 
 
 def matrices(options: RWKVOptions) -> Callable[..., Linear]:
-    """Returns a function that makes a `Linear` from its sizes and an initializer, or zeros."""
+    """Returns a function that builds a `Linear` from its sizes and initializer (default: zeros)."""
 
     def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
         return Linear(in_features, out_features, **with_inits(options, init, None, use_bias=False))
@@ -67,7 +70,7 @@ class RWKVChannelMixState(NamedTuple):
 
 
 class ChannelMix(SequenceLayer[RWKVChannelMixState]):
-    """The base class of the feed-forward parts.
+    """The base class of the channel mixes, the feed-forward parts.
 
         k, r = mix(x_t, x_{t−1}) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)                   without σ(r) if not `gated`
@@ -85,7 +88,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     gated: ClassVar[bool] = True
     prefix: ClassVar[str]
-    """The names of the μ, up to the first letter of the projection."""
+    """The prefix of the names of the μ. The first letter of the projection follows."""
     key_init = staticmethod(orthogonal)
 
     def __init__(self, features: int, hidden_features: int, **options: Unpack[RWKVOptions]):
@@ -103,7 +106,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         self.value = matrix(hidden_features, features)
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
-        """The initial μ, by a subclass. `channel` runs from 0 to 1 over the features."""
+        """The initial μ, by a subclass. `channel` rises from 0 towards 1 over the features."""
         raise NotImplementedError
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:
@@ -111,11 +114,11 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
-        """No last input: zeros, (batch, features), in at least float32."""
+        """A last input of zeros, (batch, features), in at least float32."""
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
     def sequence(self, x, state, rows):
-        """The squared relu of the key, projected, times the receptance if there is one."""
+        """Projects the squared relu of the key, and multiplies it by the receptance, if any."""
         x = x.astype(self.computation_dtype(x))
         previous, last = token_shift(x, state.last, rows)
         k = self.key(self.mixed("k", x, previous))
@@ -130,7 +133,7 @@ Att = TypeVar("Att")
 
 
 class RWKVBlockState(NamedTuple, Generic[Att]):
-    """The state of a block: those of its time mix and of its channel mix."""
+    """The state of a block: the states of its time mix and its channel mix."""
 
     att: Att
     ffn: RWKVChannelMixState
@@ -147,8 +150,8 @@ PART_KEYS = {
 class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
     """The base class of the blocks: a time mix, a channel mix and residuals.
 
-    A subclass has the equation, and makes `att` and `ffn`. If the time mix has several streams, its
-    `sequence` takes and returns a tuple that begins with x, and the block passes on the others.
+    A subclass builds `att` and `ffn`. If the time mix needs further inputs beside x, its `sequence`
+    takes and returns a tuple that begins with x, and the block passes on the other items.
     """
 
     divides_time = True
@@ -185,7 +188,7 @@ class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
         return (x + y, *others) if others else x + y, RWKVBlockState(att, ffn)
 
     def torch_layouts(self) -> Layouts:
-        """The layouts that both parts have: the keys of a block."""
+        """The layouts that both parts have, with the keys of a block."""
         att, ffn = self.att.torch_layouts(), self.ffn.torch_layouts()
         norms = ("ln1", "ln2") if self.ln0 is None else ("ln0", "ln1", "ln2")
         layouts = {}
@@ -204,7 +207,7 @@ def token_shift(
     last: Float[Array, "batch features"],
     rows: Rows,
 ) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
-    """`x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
+    """Returns `x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
     (previous, _), state = ops.delayed(x, CausalConv1DState(last[..., None]), rows=rows)
     return previous, state.inputs[..., 0]
 
@@ -215,7 +218,7 @@ def lerp_to_previous(
     mu: nnx.Param,
     by_data: Float[Array, "batch time features"] | None = None,
 ) -> Float[Array, "batch time features"]:
-    """`x_t + μ ⊙ (x_{t−1} − x_t)`, as from RWKV-6 on; `by_data` is added to μ."""
+    """`x_t + μ ⊙ (x_{t−1} − x_t)`, the mix of RWKV-6 and later; `by_data` is added to μ."""
     weight = jnp.broadcast_to(mu[...].astype(x.dtype), x.shape)
     return x + (previous - x) * (weight if by_data is None else weight + by_data.astype(x.dtype))
 
@@ -234,7 +237,7 @@ def low_rank(
 
 
 class HeadedTimeMix(SequenceLayer[Att]):
-    """The base class of the time mixes from RWKV-6 on, each of whose heads carries a matrix.
+    """The base class of the time mixes from RWKV-6 on, in which the state of each head is a matrix.
 
     A subclass sets `state_type`.
     """
@@ -257,7 +260,7 @@ class HeadedTimeMix(SequenceLayer[Att]):
         self.method: ops.DeltaRuleMethod = method
 
     def init_state(self, batch_size: int) -> Att:
-        """No last input and matrices of zeros, in at least float32."""
+        """A last input and matrices of zeros, in at least float32."""
         matrix_shape = (batch_size, self.heads, self.head_size, self.head_size)
         shapes = ((batch_size, self.features), matrix_shape)
         return self.state_type(*(jnp.zeros(shape, self.state_dtype) for shape in shapes))
@@ -271,7 +274,7 @@ def heads_of(
 
 
 def depth_and_height(options: Any) -> tuple[float, float]:
-    """How far up a layer is, from 0 to 1, and the fraction of the layers from it to the top."""
+    """Returns a layer's depth from 0 to 1, and the fraction of the layers from it to the top."""
     layer_index, num_layers = options["layer_index"], options["num_layers"]
     if not 0 <= layer_index < num_layers:
         raise ValueError(

@@ -14,11 +14,13 @@ MARKS = {
     "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
     "RWKV-4": ("time_mix_k", "time_mix_key"),
 }
-"""Ends of keys that an RWKV has, before those of versions that may have them, too."""
+"""For each version of RWKV, ends of keys by which to recognize it. The order matters, because keys
+of a version may also occur in versions that are listed before it.
+"""
 
 
 def rwkv_version(keys: Iterable[object]) -> tuple[str, str] | None:
-    """The version of the RWKV that has these keys, and the key that shows it, or None."""
+    """Returns the version of RWKV that has these keys, and the key that identifies it, or None."""
     names = [str(key) for key in keys]
     for version, marks in MARKS.items():
         if key := _first(names, marks):
@@ -32,7 +34,7 @@ def _first(keys: Iterable[str], marks: Iterable[str]) -> str | None:
 
 
 def describe_other_version(keys: Iterable[object], version: str) -> str | None:
-    """Which other version has these keys, such as `RWKV-5 (it has …)`, or None."""
+    """Describes the other version with these keys, such as `RWKV-5 (it has …)`, or returns None."""
     found, key = rwkv_version(keys) or (version, "")
     return None if found == version else f"{found} (it has {key})"
 

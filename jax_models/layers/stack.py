@@ -1,4 +1,4 @@
-"""Sequence layers one after the other."""
+"""Sequence layers that run one after the other."""
 
 __all__ = ["Stack"]
 
@@ -30,7 +30,7 @@ SAVED = {
 
 
 class PureLayer(NamedTuple):
-    """A layer as a function of its arrays. What JAX compiles of it serves all that are equal."""
+    """A layer as a function of its arrays. Equal layers share a trace and a compiled program."""
 
     graphdef: nnx.GraphDef
     remat: Remat
@@ -42,7 +42,7 @@ class PureLayer(NamedTuple):
         state: Any,
         rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], Any, nnx.State]:
-        """y, the last state, and the variables that the layer assigned to."""
+        """Returns y, the last state, and the variables that the layer assigned to."""
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
@@ -56,29 +56,31 @@ class PureLayer(NamedTuple):
 
 
 class Stack(SequenceLayer[tuple[Any, ...]]):
-    """Layers, each over the outputs of the one below.
+    """A stack of layers, each of which reads the outputs of the one below.
 
         >>> rngs = nnx.Rngs(0)
         >>> layer = Stack([LSTM(64, 256, rngs=rngs), Hawk(256, rngs=rngs)])
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    The state is the tuple of the layers' states, the lowest first. Of neighboring layers with equal
-    structure, JAX traces one. The stack's `dtype` and `param_dtype` are the lowest layer's.
+    The state is the tuple of the layers' states, the lowest first. JAX traces neighboring layers of
+    equal structure only once. The `dtype` and `param_dtype` of the stack are those of the lowest
+    layer.
 
     Args:
         layers: at least one; each returns as many features as the next one reads.
-        remat: what the backward pass computes again instead of keeping it. Unless it is "none", the
-            layers are scanned, too: XLA's CPU backend would merge an unrolled layer with its
-            recomputation.
-        scan_layers: compile one layer, as the body of a `lax.scan` over the stacked arrays of all
-            layers. A single step runs the layers in turn and stacks nothing.
+        remat: what the backward pass recomputes to save memory. "none": nothing. "dots": everything
+            except the results of matrix products. "full": everything except each layer's input.
+            With "dots" or "full", the layers are also scanned, because XLA's CPU backend would
+            merge an unrolled layer with its recomputation.
+        scan_layers: whether to compile only one layer, as the body of a `lax.scan` over the stacked
+            arrays of all layers. A single step runs the layers in turn and stacks nothing.
 
     Raises:
-        TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
-        ValueError: `layers` is empty, there is no such `remat`, a layer has `time_major`, or one
-            reads another size than the one below returns.
+        TypeError: `layers` is not iterable, or an item is not a `SequenceLayer`.
+        ValueError: `layers` is empty, there is no such `remat`, a layer has `time_major`, or the
+            number of features that a layer reads is not the number that the layer below returns.
 
-    Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
+    Layouts: those that all layers have. The keys of layer i begin with `{i}.`.
 
     """
 
@@ -105,7 +107,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         self._set_layers(listed, remat, scan_layers)
 
     def _set_layers(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
-        """Keep layers that fit each other, and take over their attributes."""
+        """Sets the layers, whose sizes must fit, and the attributes that follow from them."""
         self.layers = layers
         self.remat: Remat = remat
         self.scan_layers = scan_layers
@@ -124,15 +126,16 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return self.layers[0].split(x)
 
     def sequence(self, x, state, rows):
-        """All layers, the lowest first.
+        """Runs all layers, the lowest first.
 
-        An eager call runs them one by one. A traced one takes neighbors of one structure together:
-        unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
+        An eager call runs them one by one. A traced call groups neighboring layers of equal
+        structure. It traces each group once and unrolls it, or with `scan_layers` or `remat`, runs
+        it as a scan.
         """
         if not _is_traced((x, state, nnx.state(self))):
             last_states = []
             for layer, layer_state in zip(self.layers, state, strict=True):
-                check_fits(x, layer)  # somebody may have replaced a layer
+                check_fits(x, layer)  # the caller may have replaced a layer
                 x, last_state = layer.sequence(x, layer_state, rows)
                 last_states.append(last_state)
             return x, tuple(last_states)
@@ -150,12 +153,12 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return x, tuple(last_states)
 
     def _scans(self, layers: Sequence[SequenceLayer], time: int) -> bool:
-        """Is a scan asked for, over several steps of several layers that share no variables?"""
+        """Whether to scan: on request, over several steps of layers without shared variables."""
         asked_for = self.scan_layers or self.remat != "none"
         return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 
     def torch_layouts(self) -> Layouts:
-        """The layouts that all layers have, numbered."""
+        """The layouts that all layers have, with numbered keys."""
         layouts = [layer.torch_layouts() for layer in self.layers]
         return {
             name: [
@@ -169,7 +172,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
 
 def check_fits(x: Any, layer: SequenceLayer) -> None:
-    """Refuse a layer that reads another size than the one below returns."""
+    """Refuses a layer that does not read as many features as the layer below returns."""
     features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
     if features != layer.in_features:
         raise ValueError(
@@ -212,7 +215,7 @@ def _unrolled(
     states: Sequence[Any],
     rows: Rows,
 ) -> tuple[Array, list[Any]]:
-    """Layers of one structure, traced once."""
+    """Runs layers of equal structure one by one, with a single trace."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
         x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, rows)
@@ -228,7 +231,7 @@ def _scanned(
     states: Sequence[Any],
     rows: Rows,
 ) -> tuple[Array, list[Any]]:
-    """Layers of one structure, compiled once."""
+    """Runs layers of equal structure as one scan, whose body is compiled once."""
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
     x, outputs = _compiled_scan(pure, x, stacked, rows)
@@ -245,7 +248,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _structure(layer: SequenceLayer, state: Any) -> Any:
-    """The structure that layers have in common if one program serves them all."""
+    """Returns a key that is equal for layers that can share one compiled program."""
     graphdef, arrays = nnx.split(layer)
     leaves, treedef = jax.tree.flatten((arrays, state))
     return graphdef, treedef, [jax.typeof(leaf) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""StripedHyena's Hyena block, whose filters are poles and residues (arXiv 2310.18780)."""
+"""StripedHyena's Hyena block, whose filters are given by poles and residues (arXiv 2310.18780)."""
 
 __all__ = ["ModalConvState", "StripedHyenaBlock", "StripedHyenaMixer", "StripedHyenaState"]
 
@@ -43,24 +43,25 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         s_t = λ ⊙ s_{t−1} + x_1 ⊙ v                     of each feature and mode, complex
         y = (x_2 ⊙ (Re Σ_modes R ⊙ s + D ⊙ x_1 ⊙ v)) W_out + b_out
 
-    u and y are (batch, time, features), the state `StripedHyenaState(conv, modal)`. λ are the
-    poles and R the residues, (features, state_size, 2): real and imaginary parts. A step costs
-    O(state_size), however long the sequence. `ops.modal_conv` computes whole sequences.
+    u and y are (batch, time, features), and the state is `StripedHyenaState(conv, modal)`. λ are
+    the poles and R the residues, both stored as real and imaginary parts, (features, state_size,
+    2). The cost of a step, O(state_size), does not depend on the length of the sequence.
+    `ops.modal_conv` computes whole sequences.
 
     Args:
         features: size of u_t and y_t.
-        num_heads: x_2, x_1 and v of a head stand side by side in the projection's result; a
-            divisor of `features`. 1: they are its three thirds.
-        state_size: modes of each feature's filter.
+        num_heads: number of heads, a divisor of `features`. The output of the projection contains
+            x_2, x_1 and v of the first head, then those of the second, and so on.
+        state_size: number of modes of each feature's filter.
         kernel_size: taps of the short convolution.
-        **options: as in `LayerOptions`. W, W_out and the convolution start as in torch, b and b_out
-            at zero, the poles at magnitudes from 0.9 to 0.999 and any angle, with residues that
-            make the filter's energy about 1.
+        **options: as in `LayerOptions`. W, W_out and the convolution are initialized as in torch, b
+            and b_out to zero. The initial poles have magnitudes from 0.9 to 0.999 and any angle,
+            and the residues give each filter an energy of about 1.
 
     Raises:
         ValueError: a size is not positive, or num_heads does not divide the features.
 
-    Layouts: `stripedhyena` (the parts of the package's ParallelGatedConvBlock that these are, with
+    Layouts: `stripedhyena` (the corresponding parts of the package's ParallelGatedConvBlock, with
     `hyena_filter_groups` 1).
 
     """
@@ -94,7 +95,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         return StripedHyenaState(self.conv.init_state(batch_size), ModalConvState(modes))
 
     def sequence(self, x, state, rows):
-        """The gates around `ops.modal_conv`, between the projections."""
+        """Runs `ops.modal_conv` between its two gates and the two projections."""
         dtype = self.computation_dtype(x)
         z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, rows)
         size = self.in_features // self.num_heads
@@ -129,7 +130,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
 
 
 class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
-    """The residual block of StripedHyena with a Hyena, not with attention.
+    """The residual block of StripedHyena that contains a Hyena operator rather than attention.
 
         >>> layer = StripedHyenaBlock(64, 192, num_heads=4, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -137,19 +138,20 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         x ← x + mixer(norm(x))
         x ← x + (silu(norm(x) W_gate) ⊙ norm(x) W_up) W_down
 
-    x is (batch, time, features). The mixer is a `StripedHyenaMixer`, whose state is the block's;
-    each norm is x / (√mean(x²) + ε) · scale.
+    x is (batch, time, features). The mixer is a `StripedHyenaMixer`, and its state is the state of
+    the block. Each norm is x / (√mean(x²) + ε) · scale.
 
     Args:
         features: size of x_t.
-        mlp_features: width of the gated MLP; in the package 8/3 of `features`, up to the next
+        mlp_features: width of the gated MLP. The package uses 8/3 of `features`, rounded up to a
             multiple of 64.
-        num_heads: of the mixer, a divisor of `features`.
+        num_heads: number of heads of the mixer, a divisor of `features`.
         state_size: modes of each feature's filter.
         kernel_size: taps of the short convolution.
-        activation: of the MLP's gate.
+        activation: activation of the MLP's gate.
         epsilon: ε of the norms.
-        **options: as in `LayerOptions`; parameters start as in the mixer, the MLP's as in torch.
+        **options: as in `LayerOptions`; the MLP is initialized as in torch, and all other
+            parameters as in the mixer.
 
     Raises:
         ValueError: a size or epsilon is not positive, or num_heads does not divide the features.
@@ -202,7 +204,7 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
 
 
 def _ring(key: Array, shape: tuple[int, int], dtype) -> tuple[Array, Array]:
-    """Poles uniform in a ring, as in arXiv 2303.06349, and residues normal, times √(1 − |λ|²)."""
+    """Draws poles from a ring, as in arXiv 2303.06349, and normal residues times √(1 − |λ|²)."""
     of_magnitude, of_angle, of_residue = jax.random.split(key, 3)
     square = jax.random.uniform(of_magnitude, shape, dtype, SMALLEST_POLE**2, LARGEST_POLE**2)
     angle = jax.random.uniform(of_angle, shape, dtype, -jnp.pi, jnp.pi)

@@ -1,1 +1,1 @@
-"""Language models: the skeleton, an architecture a file, and generation."""
+"""Language models: their common base, one architecture per file, and generation."""

@@ -33,7 +33,7 @@ class Size(NamedTuple):
     key: str
     axis: int
     rank: int = 2
-    """Number of axes of the weight."""
+    """The number of axes of the weight."""
     convert: Callable[[int, Fields], Any] = lambda size, fields: size
     """Computes the field from the size and from the fields that the table lists before it."""
 
@@ -56,12 +56,14 @@ class Layout(NamedTuple):
     blocks_layout: str | None = None
     """The name of the blocks' layout. None: the same name as this layout."""
     sizes: Mapping[str, Any] = {}
-    """How to read the fields of the config. `vocab_size` and `features` are the sizes of the
-    embedding, and `num_layers` is the number of the blocks, unless they are given, too.
+    """The sources from which to read the fields of the config. `vocab_size` and `features` are the
+    sizes of the embedding, and `num_layers` is the number of the blocks, unless they are given,
+    too.
 
-    A field has a `Size`, a function of the `Checkpoint` and of the fields before it, or a constant.
-    A tuple of these begins with `Size`s: the first of them whose weight exists is used, or else the
-    last item of the tuple. `...` stands for the field's default.
+    The source of a field is a `Size`, a function of the `Checkpoint` and of the fields before it,
+    or a constant. It can also be a tuple of `Size`s, whose last item may be any source: the first
+    `Size` whose weight exists is used, otherwise the last item. `...` stands for the field's
+    default.
     """
 
 
@@ -76,7 +78,7 @@ class Checkpoint:
 
     @functools.cached_property
     def numbers(self) -> list[str]:
-        """The numbers of the blocks, as the keys have them after the prefix of the blocks."""
+        """The numbers of the blocks, which follow the prefix of the blocks in the keys."""
         prefix = f"{self.layout.blocks}."
         found = {
             key.removeprefix(prefix).split(".")[0] for key in self.weights if key.startswith(prefix)
@@ -84,12 +86,12 @@ class Checkpoint:
         return sorted(found, key=lambda number: (len(number), number))
 
     def find(self, key: str) -> str | None:
-        """The whole key of a weight, in the lowest block that has it, or None if there is none."""
+        """The full key of a weight, in the lowest block that has it, or None if no block has it."""
         keys = (whole_key(self.layout, key, number) for number in self.numbers or "0")
         return next((key for key in keys if key in self.weights), None)
 
     def size(self, key: str, axis: int, rank: int) -> int | None:
-        """The size of an axis. If there is no such weight, None, and the key goes to `missing`."""
+        """The size of an axis. If the weight is missing, returns None and notes its key."""
         if key not in self.weights:
             self.missing.append(key)
             return None
@@ -99,7 +101,7 @@ class Checkpoint:
         return int(shape[axis])
 
     def field(self, source: Any, fields: Fields) -> Any:
-        """Reads a field of the config in the way that the layout's `sizes` give."""
+        """Reads a field of the config from its source in the layout's `sizes`."""
         if isinstance(source, tuple) and not isinstance(source, Size):
             *first, last = source
             there = (each for each in first if self.find(each.key) is not None)
@@ -111,14 +113,14 @@ class Checkpoint:
         return source(self, fields) if callable(source) else source
 
     def score(self) -> int:
-        """Number of the layout's keys that the state_dict has."""
+        """The number of the layout's keys that the state_dict has."""
         keys = (key for source in self.layout.sizes.values() for key in _keys(source))
         ends = {self.layout.embedding, self.layout.head} & self.weights.keys()
         return len(ends) + sum(self.find(key) is not None for key in keys)
 
 
 def whole_key(layout: Layout, key: str, number: str = "0") -> str:
-    """The key of a `Size`, in the block with this number if it is of a block."""
+    """The full key of a `Size`, in the block with this number if the key belongs to a block."""
     return f"{layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
 
 
@@ -129,7 +131,7 @@ def _keys(source: Any) -> list[str]:
 
 
 def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
-    """For `Layout.sizes`: whether the checkpoint has a weight with this key."""
+    """A source for `Layout.sizes`: whether the checkpoint has a weight with this key."""
     return lambda checkpoint, fields: checkpoint.find(key) is not None
 
 
@@ -137,21 +139,21 @@ class ModelConfig(CheckedFields):
     """The base class of the configs of models whose checkpoints `load_pretrained` reads."""
 
     family: ClassVar[str] = ""
-    """The models' name in error messages. A class without one is a base class of others."""
+    """The models' name in error messages. A class without a name is a base class of others."""
     model_types: ClassVar[tuple[str, ...]] = ()
-    """The values of `model_type` in a config.json of such a model."""
+    """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Substrings of keys that identify a checkpoint if no config.json names the model."""
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
     def build(self, **options: Any) -> Any:
-        """The model of this config."""
+        """Builds the model of this config."""
         raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are the keys of such a model."""
+        """Whether these are the keys of a model of this class."""
         return any(mark in key for key in keys for mark in cls.marks)
 
     @classmethod
@@ -161,7 +163,7 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def foreign_format(cls, keys: Iterable[object]) -> str | None:
-        """The error message of `from_torch` if the keys are those of a similar model, or None."""
+        """Returns the message of `from_torch` if the keys are those of a similar model, or None."""
         other = cls.confused_with(keys)
         return other and f"a checkpoint of {other}, this model is {cls.family}"
 
@@ -184,7 +186,7 @@ class ModelConfig(CheckedFields):
     def from_checkpoint(
         cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
     ) -> Self:
-        """The config of a checkpoint, which may come with the fields of a config.json.
+        """Returns the config of a checkpoint, which may come with the fields of a config.json.
 
         `options` are fields of the config that neither of the two contains.
         """
@@ -194,8 +196,8 @@ class ModelConfig(CheckedFields):
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
         """The config of a checkpoint in any of the model's layouts, read from keys and shapes.
 
-        `layouts` says how each field is read. Fields that no shape determines have the values of
-        the published models, unless `options` give others.
+        `layouts` defines how each field is read. A field that no shape determines has the value of
+        the published models, unless `options` contains it.
 
         Raises:
             TypeError: the state_dict is not a mapping, or an option is not a field of the config.
@@ -216,7 +218,8 @@ class ModelConfig(CheckedFields):
                 f"{cls.__name__}: no layout says how to read its fields from a checkpoint; build "
                 "the config yourself"
             )
-        # The layout is not named in a checkpoint, so take the one that most keys fit.
+        # A checkpoint does not name its layout, so take the one with the most keys in the
+        # state_dict.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers
@@ -236,7 +239,8 @@ class ModelConfig(CheckedFields):
             names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
             lacks = f"not a checkpoint of {cls.family}: it has no {names}"
             raise ValueError(f"state_dict: {elsewhere(state_dict, cls.layout_keys()) or lacks}")
-        # A recurrent model has no width besides those of its embedding and its recurrence.
+        # Drop a field that the config does not have: a recurrent model has no `features` of its
+        # own.
         return cls(**{k: v for k, v in fields.items() if k in options or k in cls.field_types()})
 
 
@@ -264,6 +268,6 @@ def _all_architectures() -> tuple[type[ModelConfig], ...]:
 def architectures(kind: type[Config] = ModelConfig) -> list[type[Config]]:
     """The config classes of all architectures in this package and in others.
 
-    Another package names the modules of its models in the entry point group `twinscan.models`.
+    Other packages register the modules of their models in the entry point group `twinscan.models`.
     """
     return [config for config in _all_architectures() if issubclass(config, kind)]

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token from its carried state."""
+"""Generates text with a language model, token by token from the state that it carries."""
 
 __all__ = ["generate", "stream"]
 
@@ -34,15 +34,15 @@ Tokens = Int[Array, "steps batch"]
 Window = Int[Array, "batch context_length"]
 Index = Int[ArrayLike, ""]
 SHORTEST_PROMPT = 64
-"""A prompt is padded to a power of two, at least this."""
+"""The shortest length to which a prompt is padded. Longer prompts are padded to a power of two."""
 MOST_STEPS = 64
-"""The most steps in one call of the compiled program."""
+"""The largest number of steps in one call of the compiled program."""
 CALL_SECONDS = 0.01
-"""How long a call of `stream` should take with `steps_per_call="auto"`."""
+"""The time that one call of `stream` should take with `steps_per_call="auto"`."""
 
 
 class Options(NamedTuple):
-    """The options of `sample`; `top_k` is the vocabulary's size to draw from all tokens."""
+    """The options of `sample`. To draw from all tokens, `top_k` is the size of the vocabulary."""
 
     temperature: Float[ArrayLike, ""]
     top_k: Int[ArrayLike, ""]
@@ -59,41 +59,44 @@ def stream(
     top_k: int | None = None,
     steps_per_call: int | Literal["auto"] = "auto",
 ) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Continue a prompt: yield the int32 tokens (batch,) of one step after the other.
+    """Continues a prompt: yields the int32 tokens (batch,) of one step after the other.
 
         >>> model = RNNLanguageModelConfig(vocab_size=9, hidden_features=8).build(rngs=nnx.Rngs(0))
         >>> for token in stream(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)):
         ...     assert token.shape == (2,)
 
-    The prompt runs once. Then each token costs one `step` from the carried state, whatever the
-    length of the text. Only a model with a `context_length` differs, once the text fills it: each
-    token then costs a run over the last `context_length` tokens.
+    The prompt runs once. Then each token costs one `step` from the carried state, regardless of the
+    length of the text. The exception is a model with a `context_length`: once the text fills it,
+    each token costs a run over the last `context_length` tokens.
 
-    One compiled program serves all prompts and options of a batch size; a second one serves full
-    contexts. The prompt is padded to a power of two, and each such length has a program.
+    For each batch size, one compiled program steps through the tokens of all prompts and options,
+    and a second one handles full contexts. The prompt is padded to a power of two, and each padded
+    length has its own program.
 
     For small models, dispatch costs more than the computation, so `stream` runs several steps in
-    one call. It dispatches the next call before it yields the tokens of this one: the device works
-    while the caller reads. A caller who stops early leaves up to two calls unread.
+    one call. It dispatches the next call before it yields the tokens of the current one, so the
+    device works while the caller reads. If the caller stops early, the tokens of up to two calls
+    are discarded.
 
     Args:
-        model: dropout, if it has any, is off.
-        prompt: at least one row, and at least one token a row.
-        num_tokens: how many to draw.
-        key: the randomness, from `jax.random.key`; the same key gives the same text.
+        model: the language model. Its dropout, if it has any, is turned off.
+        prompt: tokens, with at least one row and at least one token per row.
+        num_tokens: the number of tokens to draw.
+        key: a random key, such as `jax.random.key(0)`. The same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
-        top_k: draw only from the k likeliest tokens. None, or more than the vocabulary: from all.
-        steps_per_call: steps in one call, 1 to 64. "auto" takes as many steps as are computed and
-            read in about 10 ms, at most twice as many as the call before. The tokens do not depend
-            on it.
+        top_k: draw only from the k likeliest tokens. None, or more than the vocabulary size: from
+            all.
+        steps_per_call: number of steps in one call, 1 to 64. "auto" chooses the number that takes
+            about 10 ms to compute and read, but at most twice that of the previous call. The tokens
+            do not depend on this argument.
 
     Raises:
         TypeError: the prompt does not hold integers, the temperature is not a number, the key is
             not a key, or (at the first token) it runs under `jit`.
         ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
             num_tokens or top_k is not a positive integer, steps_per_call is neither "auto" nor 1 to
-            64, the temperature is negative, the model is
-            abstract, or (at that token) its logits are NaN or infinite.
+            64, the temperature is negative, the parameters of the model have no values, or (at that
+            token) its logits are NaN or infinite.
 
     """
     return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, steps_per_call))
@@ -109,13 +112,14 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "batch num_tokens"]:
-    """The tokens that `stream` yields, side by side, by the same programs.
+    """Continues a prompt: returns the tokens that `stream` yields, side by side.
 
         >>> model = RNNLanguageModelConfig(vocab_size=9, hidden_features=8).build(rngs=nnx.Rngs(0))
         >>> generate(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)).shape
         (2, 3)
 
-    Under `jit`, where nothing can be raised, tokens drawn from NaN or infinite logits are −1.
+    The arguments are those of `stream`, and so are the compiled programs. Under `jit`, where no
+    error can be raised, tokens drawn from NaN or infinite logits are −1.
     """
     calls = list(_calls(model, prompt, num_tokens, key, temperature, top_k, MOST_STEPS))
     if isinstance(calls[0][0], Tracer):
@@ -126,7 +130,7 @@ def generate(
 def _calls(
     model, prompt, num_tokens, key, temperature, top_k, steps_per_call
 ) -> Iterator[tuple[Tokens, int]]:
-    """The decoder's calls for checked arguments; the faults of the arguments at once."""
+    """Checks the arguments immediately, and returns the iterator over the decoder's calls."""
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model: expected a LanguageModel, got {described(model)}")
     vocab_size = model.config.vocab_size
@@ -150,7 +154,7 @@ def _calls(
 
 
 def _checked_prompt(prompt, vocab_size: int) -> Prompt:
-    """The prompt as int32, on the host unless it is traced."""
+    """Returns the prompt as int32, on the host unless it is traced, or raises an error."""
     try:
         values = prompt if isinstance(prompt, Tracer) else np.asarray(prompt)
     except ValueError:
@@ -162,7 +166,7 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
 
 
 def _host(calls: Iterator[tuple[Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
-    """The tokens of each call, once the next call has been made."""
+    """Yields the tokens of each call, after the next call has been dispatched."""
     tokens, count = next(calls)
     if isinstance(tokens, Tracer):
         raise TypeError("stream: under jit its tokens have no values yet; generate runs there")
@@ -173,7 +177,7 @@ def _host(calls: Iterator[tuple[Tokens, int]]) -> Iterator[Int[np.ndarray, " bat
 
 
 def _drawn(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
-    """The first tokens of a call, up to one that could not be drawn."""
+    """Yields the first `count` tokens of a call. Raises an error at one that could not be drawn."""
     for token in np.asarray(tokens)[:count]:
         if (token < 0).any():
             rows = np.flatnonzero(token < 0).tolist()
@@ -187,8 +191,9 @@ def _drawn(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
 class Decoder:
     """The compiled programs that draw tokens from the models of one structure.
 
-    Each takes the model's arrays as a flat list: to flatten a tree of variables at every call
-    would cost more than a small model does. The randomness of token i is `fold_in(key, i)`.
+    Each program takes the model's arrays as a flat list, because flattening a tree of variables at
+    every call would cost more time than a small model. Token i is drawn with the key
+    `fold_in(key, i)`.
     """
 
     def __init__(self, graphdef, structure, limit: int):
@@ -205,7 +210,7 @@ class Decoder:
         key: Key[Array, ""],
         options: Options,
     ) -> tuple[Tokens, tuple[Token, LanguageModelState]]:
-        """The token after a prompt's first `length` tokens; and with it the state before it."""
+        """Draws the token after `length` tokens of a prompt, and returns the state before it."""
         lengths = jnp.full(len(prompt), length, jnp.int32)
         logits, state = self._model(arrays)(prompt, lengths=lengths)
         logits = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
@@ -222,9 +227,9 @@ class Decoder:
         start: Index,
         count: Index,
     ) -> tuple[Tokens, tuple[Token, LanguageModelState]]:
-        """Tokens start … start + count − 1, and zeros up to `MOST_STEPS`.
+        """Draws the tokens start … start + count − 1, padded with zeros to `MOST_STEPS`.
 
-        The carry is the last token and the state before it. The given one is used up.
+        The carry is the last token and the state before it. The given carry is donated.
         """
 
         def step(carry, key):
@@ -262,7 +267,7 @@ class Decoder:
         options: Options,
         steps_per_call: int | Literal["auto"],
     ) -> Iterator[tuple[Tokens, int]]:
-        """The tokens after a prompt, call by call, and how many of a call count."""
+        """Yields the tokens of each call after a prompt, and the number of them that are valid."""
         length = prompt.shape[1]
         room = min(num_tokens, self.limit - length + 1)
         tokens, carry = self.first(arrays, self._padded(prompt), length, key, options)
@@ -274,29 +279,29 @@ class Decoder:
                 began = time.perf_counter()
                 count = min(count, end - start)
                 tokens, carry = program(arrays, carry, key, options, start, count)
-                yield tokens, count  # by then the call before has been waited for
+                yield tokens, count  # meanwhile `_host` has waited for the previous call
                 start += count
                 if steps_per_call == "auto":
                     a_step = (time.perf_counter() - began) / before
                     in_time = int(CALL_SECONDS / a_step)
                     before, count = count, max(1, min(2 * count, MOST_STEPS, in_time))
 
-        # Until the context is full, each token costs a step from the state.
+        # Until the context is full, each token is computed by a step from the state.
         drawn = [(tokens, 1)]
         for call in advance(self.steps, carry, 1, room):
             if room < num_tokens:
                 drawn.append(call)
             yield call
-        # From then on, each token costs a run over the last tokens.
+        # From then on, each token is computed by a run over the last `limit` tokens.
         if room < num_tokens:
             numpy = jnp if isinstance(tokens, Tracer) else np
             text = [prompt.T, *(numpy.asarray(tokens)[:count] for tokens, count in drawn)]
             window = numpy.concatenate(text)[-self.limit :].T
-            window = jax.device_put(window, may_alias=False)  # `slides` uses it up
+            window = jax.device_put(window, may_alias=False)  # `slides` donates it
             yield from advance(self.slides, window, room, num_tokens)
 
     def _padded(self, prompt: Prompt) -> Prompt:
-        """The prompt and zeros up to one of few lengths."""
+        """Pads the prompt with zeros to one of a few lengths, so that few programs are compiled."""
         length = prompt.shape[1]
         size = min(self.limit, max(SHORTEST_PROMPT, 1 << (length - 1).bit_length()))
         numpy = jnp if isinstance(prompt, Tracer) else np
@@ -311,7 +316,7 @@ def _token(logits: Float[Array, "batch vocab"], key: Key[Array, ""], options: Op
 
 
 def _repeat(advance, carry, batch_size: int, key, start: Index, count: Index) -> tuple[Tokens, Any]:
-    """`advance` from carry to carry, `count` times, and the token of each time."""
+    """Calls `advance` `count` times, and returns the drawn tokens and the last carry."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(MOST_STEPS))
 
     def once(i, tokens_and_carry):

@@ -27,7 +27,7 @@ BLOCKS: dict[Block, type[SequenceLayer]] = {
     "attention": SelfAttentionBlock,
 }
 NOT_IN_SHAPES: dict[Block, str] = {"authentic-hyena": "implicit", "attention": "num_heads"}
-"""The field that no shape determines, by the kind of block that has it."""
+"""For each kind of block, the config field that no tensor shape determines."""
 
 
 def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
@@ -37,14 +37,14 @@ def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
 
 
 def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
-    """The linear layers of the filter network of the lowest block."""
+    """Counts the linear layers of the filter network of the lowest block."""
     weight = re.compile(r"layers\.0\.filter\.mlp\.\d+\.weight")
     return sum(weight.fullmatch(key) is not None for key in checkpoint.weights) or ...
 
 
 @dataclasses.dataclass(frozen=True)
 class GPModelConfig(StackConfig):
-    """The GPT-like language model of "The Annotated Hyena"; by default with its simple Hyena."""
+    """The config of The Annotated Hyena's GPT-like model, by default with its simple Hyena."""
 
     family: ClassVar = "The Annotated Hyena"
     layouts: ClassVar = {
@@ -69,38 +69,39 @@ class GPModelConfig(StackConfig):
     vocab_size: int = 65
     """Number of distinct tokens."""
     context_length: int = 128
-    """Number of positions that the model has."""
+    """The longest sequence: the number of position embeddings."""
     features: int = 386
     """Width of the model."""
     num_layers: int = 6
-    """Blocks."""
+    """Number of blocks."""
     block: Block = "hyena"
     """The kind of block."""
     order: int = 2
-    """Long convolutions in a Hyena."""
+    """Number of long convolutions in a Hyena block."""
     kernel_size: int = 3
-    """Taps of a Hyena's short convolution."""
+    """Number of taps of a Hyena block's short convolution."""
     embed_features: int = 33
-    """Authentic Hyena: size of a position's embedding in the filter network."""
+    """Authentic Hyena: size of the position embedding in the filter network."""
     mlp_features: int = 64
     """Authentic Hyena: width of the filter network."""
     num_filter_layers: int = 4
-    """Authentic Hyena: layers of the filter network."""
+    """Authentic Hyena: number of linear layers of the filter network."""
     omega: float = 12.0
     """Authentic Hyena: frequency of the filter network's sines."""
     implicit: bool = True
-    """Authentic Hyena: True computes the filters with a network, as the text of The Annotated Hyena
-    describes; False trains them directly, as its code does."""
+    """Authentic Hyena: whether a network computes the filters, as the text of The Annotated Hyena
+    describes. If False, the filters are trained directly, as in its code.
+    """
     num_heads: int = 6
-    """Heads of attention."""
+    """Number of heads of the attention."""
     block_dropout_rate: Rate = 0.0
-    """Dropout in the blocks."""
+    """Rate of the dropout in the blocks."""
     embedding_dropout_rate: Rate = 0.0
-    """Dropout of the embeddings."""
+    """Rate of the dropout of the embeddings."""
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint. Attention needs `num_heads=`, authentic Hyena `implicit=`."""
+        """Reads a checkpoint's config. Attention needs `num_heads`, authentic Hyena `implicit`."""
         config = super().from_state_dict(state_dict, **options)
         name = NOT_IN_SHAPES.get(config.block)
         if name is not None and name not in options:
@@ -109,7 +110,7 @@ class GPModelConfig(StackConfig):
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """The experiment of The Annotated Hyena, and a `-small` version for two cores."""
+        """The experiments of The Annotated Hyena, each with a `-small` version for two cores."""
         hyena = cls(embedding_dropout_rate=0.2)
         attention = cls(
             block="attention", features=384, embedding_dropout_rate=0.2, block_dropout_rate=0.2
@@ -140,12 +141,12 @@ class GPModel(LanguageModel):
 
         logits = norm(blocks(dropout(E[tokens] + pos_embedding))) Eᵀ
 
-    `generate` and `stream` draw from the carried state until context_length is full, and from the
-    last context_length tokens from then on. In The Annotated Hyena, the window never slides.
+    `generate` and `stream` use the carried state until the text has context_length tokens, and then
+    run over the last context_length tokens. The Annotated Hyena has no such sliding window.
 
     Args:
         config: the sizes and the kind of block.
-        **options: as of every layer. The embeddings are drawn from a normal distribution.
+        **options: as for every layer. The embeddings are drawn from a normal distribution.
 
     Layouts: `annotated-hyena` (torch_ref.GPModel; the tied `head.weight` must equal
     `tok_emb.weight`).

@@ -1,4 +1,4 @@
-"""The Griffin language model, as RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
+"""The Griffin language model of RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
 
 __all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
 
@@ -17,7 +17,7 @@ from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import NormOptions
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""The names of our activations in transformers, its default first."""
+"""The activations' names in transformers and in this package, transformers' default first."""
 HF_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "features",
@@ -33,7 +33,7 @@ HF_FIELDS = {
     "rms_norm_eps": "epsilon",
     "logits_soft_cap": "logits_soft_cap",
 }
-"""The fields of a config.json of transformers, and ours of the same value."""
+"""The fields of transformers' config.json, and the fields of our config with the same value."""
 HF_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -49,14 +49,14 @@ HF_VALUES: dict[str, Any] = {
     "attention_dropout": (0,),
     "rope_type": ("default",),
 }
-"""The values that these fields of a config.json may have, the default first."""
+"""The values that these fields of a config.json can have, the default first."""
 HF_DEFAULTS = {name: value for name, (value, *_) in HF_VALUES.items() if name != "model_type"}
 HF_DEFAULTS |= {"attention_window_size": 2048}
 """transformers' defaults for these fields. Its other defaults equal ours."""
 
 
 def _heads_of_keys(size: int, fields: Fields) -> int:
-    """The number of heads, if one head of keys and values serves all of them."""
+    """The number of heads, if all of them share one head of keys and values."""
     return fields["features"] // size
 
 
@@ -65,12 +65,12 @@ def _kv_heads(size: int, fields: Fields) -> int:
 
 
 def _all_blocks(size: int, fields: Fields) -> int:
-    """The width of a recurrence, from that of a gate's block. Each head has a block of its own."""
+    """The width of a recurrence, from the size of a gate's block. There is one block per head."""
     return size * fields["num_heads"]
 
 
 def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixing, ...]]:
-    """Finds the shortest repeating pattern of kinds of blocks. Recurrent blocks have this gate."""
+    """Finds the shortest repeating pattern of block kinds. Only recurrent blocks have this gate."""
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
         layout, weights = checkpoint.layout, checkpoint.weights
@@ -87,7 +87,7 @@ def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixin
 def _sizes(
     *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
 ) -> dict[str, Any]:
-    """How to read the fields in a layout. No shape determines the window, so it is given."""
+    """The `sizes` of a layout. No shape determines the window, so it is an argument."""
     return {
         "mlp_features": mlp,
         "block_types": _block_types(gate),
@@ -118,7 +118,7 @@ HF = Layout(
 
 
 def _deepmind(keys: Size) -> Layout:
-    """The window of recurrentgemma, 2048, does not count the current step; `window` does."""
+    """The layout of recurrentgemma, whose window of 2048 does not count the current step."""
     sizes = _sizes(
         mlp=Size("*.mlp_block.ffw_up.w", 2, rank=3),
         gate="*.recurrent_block.rg_lru.input_gate.w",
@@ -132,7 +132,7 @@ def _deepmind(keys: Size) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class GriffinLanguageModelConfig(StackConfig):
-    """The Griffin language model. Except for the sizes, the defaults are RecurrentGemma's."""
+    """The config of Griffin. Except for the sizes, the defaults are those of RecurrentGemma."""
 
     family: ClassVar = "RecurrentGemma"
     model_types: ClassVar = ("recurrent_gemma",)
@@ -149,34 +149,35 @@ class GriffinLanguageModelConfig(StackConfig):
     features: int = 192
     """Width of the model."""
     num_layers: int = 3
-    """Residual blocks."""
+    """Number of residual blocks."""
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
     recurrent_features: int = 192
     """Width of the recurrences."""
     num_heads: int = 4
-    """Heads of the attention, and blocks of the recurrences' gates."""
+    """Number of heads of the attention, and of blocks of the recurrences' gates."""
     num_kv_heads: int = 1
-    """Heads of the keys and values."""
+    """Number of heads of the keys and values."""
     window: int = 64
-    """Steps that a step of the attention sees, including itself: what transformers calls
-    attention_window_size, and one more than what recurrentgemma calls so."""
+    """Number of steps that the attention sees from each step, including the step itself. This is
+    transformers' attention_window_size, and recurrentgemma's attention_window_size plus one.
+    """
     kernel_size: int = 4
-    """Inputs that the causal convolution sees."""
+    """Number of taps of the causal convolution."""
     block_types: tuple[GriffinMixing, ...] = ("recurrent", "recurrent", "attention")
-    """The kinds of the blocks, from the lowest up; the pattern repeats."""
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
     rotary_fraction: float = 0.5
     """The fraction of each head that rotary positions rotate."""
     rope_theta: float = 10_000.0
     """θ. At position p, the i-th of n pairs is rotated by p · θ^{−i/n}."""
     attention_bias: bool = False
-    """Queries, keys and values have biases."""
+    """Whether queries, keys and values have biases."""
     activation: Gelu = "gelu_tanh"
-    """The gelu of gates and MLPs."""
+    """The version of gelu in gates and MLPs."""
     epsilon: float = 1e-6
     """ε of the norms."""
     scale_embeddings: bool = True
-    """Embeddings are multiplied by √features, rounded to bfloat16."""
+    """Whether embeddings are multiplied by √features, rounded to bfloat16."""
     logits_soft_cap: float = 30.0
     """Logits are cap · tanh(logits / cap). 0: no cap."""
 
@@ -207,18 +208,18 @@ class GriffinLanguageModelConfig(StackConfig):
     def from_checkpoint(
         cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
     ) -> Self:
-        """The window and the activation are in the config.json alone."""
+        """Prefers the config.json, because weights do not determine the window and activation."""
         if fields is None:
             return cls.from_state_dict(weights, **options)
         return dataclasses.replace(cls.from_hf(fields), **options)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """The config in the config.json of a RecurrentGemma of transformers.
+        """Reads the config from the config.json of transformers' RecurrentGemma.
 
         Raises:
-            ValueError: it is of another model, or of an option that this one does not have, or a
-                size is missing.
+            ValueError: the config.json is of another model, has an option that this model does not
+                support, or lacks a size.
 
         """
         stated = {name: value for name, value in config.items() if value is not None}
@@ -230,7 +231,7 @@ class GriffinLanguageModelConfig(StackConfig):
         for name in HF_SIZES:
             if not isinstance(value := stated.get(name), int):
                 raise ValueError(f"config: {name}: expected an integer, got {value!r}")
-        # The width of the recurrences and the number of key heads need not be given.
+        # The config.json may leave out the width of the recurrences and the number of key heads.
         given["lru_width"] = given.get("lru_width") or given["hidden_size"]
         heads = given.get("num_key_value_heads") or given["num_attention_heads"]
         given["num_key_value_heads"] = heads
@@ -242,10 +243,10 @@ class GriffinLanguageModelConfig(StackConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model as a RecurrentGemma of transformers.
+        """Returns the config.json with which transformers' RecurrentGemma is the same model.
 
         Raises:
-            ValueError: transformers has no such option.
+            ValueError: transformers does not support an option of this config.
 
         """
         if not self.scale_embeddings:
@@ -277,18 +278,19 @@ class GriffinLanguageModel(LanguageModel):
 
         logits = cap · tanh(norm(blocks(√features · E[tokens])) Eᵀ / cap)
 
-    The state is bounded: a block carries its recurrence, or the keys and values of a window.
-    Documents that are packed into a row (`reset`) stay apart, and their positions begin at 0.
+    The size of the state is bounded: a block carries the state of its recurrence, or the keys and
+    values of a window. Documents that are packed into a row (`reset`) do not see each other, and
+    the positions of each begin at 0.
 
     Args:
-        config: the sizes; `GriffinLanguageModelConfig.from_hf` reads them from a config.json,
-            `from_state_dict` from a checkpoint.
-        **options: as of every layer; parameters are initialized as in recurrentgemma.
+        config: the sizes. `GriffinLanguageModelConfig.from_hf` reads them from a config.json, and
+            `from_state_dict` reads them from a checkpoint.
+        **options: as for every layer. Parameters are initialized as in recurrentgemma.
 
     Layouts: `hf` (transformers' RecurrentGemmaForCausalLM, whose `lm_head.weight` is the
-    embedding), `hf-file` (the same without that key, as its files have it), and, with one head of
-    keys and no biases of queries, `deepmind` (the parameters of recurrentgemma's Griffin in Flax,
-    their paths joined by dots) and `deepmind-torch` (its PyTorch checkpoints).
+    embedding), `hf-file` (the same without that key, as in transformers' files). With a single head
+    of keys and values and no `attention_bias`: `deepmind` (the parameters of recurrentgemma's
+    Griffin in Flax, with paths joined by dots) and `deepmind-torch` (its PyTorch checkpoints).
 
     """
 

@@ -22,7 +22,7 @@ def _parameterization(checkpoint: Checkpoint, fields: Fields) -> Parameterizatio
 
 @dataclasses.dataclass(frozen=True)
 class HawkLanguageModelConfig(StackConfig):
-    """The Hawk language model."""
+    """The config of the Hawk language model."""
 
     family: ClassVar = "Hawk"
     layouts: ClassVar = {
@@ -44,14 +44,15 @@ class HawkLanguageModelConfig(StackConfig):
     features: int = 192
     """Width of the model."""
     num_layers: int = 3
-    """Residual blocks."""
+    """Number of residual blocks."""
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
-    """Inputs that the causal convolution sees."""
+    """Number of taps of the causal convolution."""
     parameterization: Parameterization = "direct"
-    """The parameter of the RG-LRUs: "direct", the decay a; "softplus", a_param. A new model trains
-    better with "softplus"; `RGLRU` says why."""
+    """The parameter of the RG-LRUs: the decay a ("direct") or a_param ("softplus"). A new model
+    trains better with "softplus"; `RGLRU` explains why.
+    """
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -70,7 +71,7 @@ class HawkLanguageModel(LanguageModel):
 
     Args:
         config: the sizes.
-        **options: as of every layer.
+        **options: as for every layer.
 
     Layouts: `hawk` (torch_ref.HawkLanguageModel).
 

@@ -14,16 +14,16 @@ from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import NormOptions
 
 TIME = "backbone.0.time."
-"""The prefix of the time_module in version 0.0.3, which need not be a Hawk."""
+"""The prefix of the time_module of block 0 in version 0.0.3. A time_module is not always a Hawk."""
 
 
 def _version(checkpoint: Checkpoint, fields: Fields) -> Version:
-    """Version 0.0.3 calls the recurrence `time`."""
+    """The version, recognized by the name of the recurrence, which is `time` in 0.0.3."""
     return "0.0.3" if checkpoint.find("*.time.forget_base") else "0.0.2"
 
 
 def _num_heads(size: int, fields: Fields) -> int:
-    """The keys and values are side by side."""
+    """The number of heads, from the size of the matrix of both keys and values."""
     return fields["features"] // max(size // (2 * fields["num_kv_heads"]), 1)
 
 
@@ -68,20 +68,21 @@ class HippogriffLanguageModelConfig(StackConfig):
     features: int = 192
     """Width of the model."""
     num_layers: int = 2
-    """Blocks, each with a recurrence and, unless `num_heads` is None, an attention."""
+    """Number of blocks, each with a recurrence and, unless `num_heads` is None, attention."""
     hidden_features: int = 288
     """Width of the recurrences: `features` times hawk_expansion_factor, which is 3/2."""
     mlp_features: int = 384
     """Width of the gated MLPs: `features` times gmlp_expansion_factor, which is 2."""
     num_heads: int | None = 4
-    """Heads of the attention; None for a model without attention."""
+    """Number of heads of the attention. None: a model without attention."""
     num_kv_heads: int = 1
-    """Heads of the keys and values."""
+    """Number of heads of the keys and values."""
     window: int = 65
-    """Steps that a step of the attention sees, including itself: one more than what hippogriff
-    calls smqa_window_size, which is 512."""
+    """Number of steps that the attention sees from each step, including the step itself. This is
+    hippogriff's smqa_window_size, by default 512, plus one.
+    """
     kernel_size: int | None = 4
-    """Inputs that the causal convolution sees; None for no convolution."""
+    """Number of taps of the causal convolution. None: no convolution."""
     version: Version = "0.0.2"
     """The version of hippogriff. In 0.0.3 the attention of a block comes before the recurrence."""
 
@@ -94,7 +95,7 @@ class HippogriffLanguageModelConfig(StackConfig):
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
-        """A hippogriff whose time_module is not a Hawk."""
+        """Describes a hippogriff whose time_module is not a Hawk, or returns None."""
         time = sorted(key for key in map(str, keys) if key.startswith(TIME))
         if not time or f"{TIME}forget_base" in time:
             return None
@@ -110,15 +111,16 @@ class HippogriffLanguageModel(LanguageModel):
 
         logits = norm(blocks(E[tokens])) Eᵀ
 
-    The state is bounded: a block carries its recurrence, and the keys and values of a window.
+    The size of the state is bounded: a block carries the state of its recurrence, and the keys and
+    values of a window.
 
     Args:
-        config: the sizes; `HippogriffLanguageModelConfig.from_state_dict` reads them from a
+        config: the sizes. `HippogriffLanguageModelConfig.from_state_dict` reads them from a
             checkpoint.
-        **options: as of every layer; parameters are initialized as in hippogriff.
+        **options: as for every layer. Parameters are initialized as in hippogriff.
 
     Layouts: `hippogriff` (its GriffinLM, whose `lm_head.weight` is the embedding) and
-    `hippogriff-file` (the same without that key, as safetensors have it).
+    `hippogriff-file` (the same without that key, as in safetensors files).
 
     """
 

@@ -22,26 +22,26 @@ from jax_models.options import NormOptions
 from jax_models.weights.stored import as_numpy
 
 normal = nnx.initializers.normal(0.02)
-"""How HyenaDNA initializes embeddings and the head."""
+"""HyenaDNA's initializer of the embeddings and the head."""
 
 HEAD, LIGHTNING = "lm_head.weight", "model."
 """The key of the head, and the prefix of all keys in checkpoints of PyTorch Lightning."""
 
 
 def _order(size: int, fields: Fields) -> int:
-    """The projection makes the values and the input of each long convolution."""
+    """The order, computed from the number of outputs of the input projection."""
     return size // fields["features"] - 1
 
 
 def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> int:
-    """The linear layers of the filter network of the lowest block."""
+    """Counts the linear layers of the filter network of the lowest block."""
     block = re.escape(f"{checkpoint.layout.blocks}.0.")
     weight = re.compile(rf"{block}mixer(\.layer)?\.filter_fn\.implicit_filter\..*\.weight")
     return sum(weight.fullmatch(key) is not None for key in checkpoint.weights)
 
 
 def _tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
-    """Whether the head, if there is one, equals the embedding."""
+    """Whether the head equals the embedding, or there is no head."""
     layout, weights = checkpoint.layout, checkpoint.weights
     keys = (layout.head or layout.embedding, layout.embedding)
     head, embedding = (weights.get(key) for key in keys)
@@ -51,7 +51,7 @@ def _tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
 
 
 def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool = False) -> Layout:
-    """The keys of the model under a prefix."""
+    """The layout of the model whose keys begin with a prefix."""
     part = ".layer" if blocks_layout.endswith("-checkpointed") else ""
     mixer, mlp = f"*.mixer{part}", f"*.mlp{part}"
     return Layout(
@@ -76,7 +76,7 @@ def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool 
 
 @dataclasses.dataclass(frozen=True)
 class HyenaDNALanguageModelConfig(StackConfig):
-    """The language model of HyenaDNA. By default it has the size of the smallest published one."""
+    """The config of HyenaDNA, by default with the sizes of the smallest published model."""
 
     family: ClassVar = "HyenaDNA"
     model_types: ClassVar = ("hyenadna",)
@@ -97,29 +97,29 @@ class HyenaDNALanguageModelConfig(StackConfig):
     }
 
     vocab_size: int = 16
-    """Rows of the embedding: 12 tokens and 4 unused rows."""
+    """Number of rows of the embedding: 12 tokens and 4 unused rows."""
     context_length: int = 1024
     """The longest sequence, in tokens. The filters depend on it."""
     features: int = 128
     """Width of the model."""
     num_layers: int = 2
-    """Blocks."""
+    """Number of blocks."""
     mlp_features: int = 512
     """Width of the MLPs."""
     order: int = 2
     """Order of the Hyena operators, at least 2. Each has order − 1 long convolutions."""
     embed_features: int = 3
-    """Size of a position's embedding in the filter network, odd."""
+    """Size of the position embedding in the filter network, an odd number."""
     filter_features: int = 64
     """Width of the filter network."""
     num_filter_layers: int = 4
-    """Layers of the filter network."""
+    """Number of linear layers of the filter network."""
     omega: float = 10.0
     """Initial frequency of the filter network's sines."""
     shift: float = 0.05
     """The value to which the filters' windows decay."""
     kernel_size: int = 3
-    """Taps of the short convolutions."""
+    """Number of taps of the short convolutions."""
     modulate: bool = True
     """Whether the filters' windows are applied."""
     normalized: bool = False
@@ -127,13 +127,13 @@ class HyenaDNALanguageModelConfig(StackConfig):
     filter_bias: bool = True
     """Whether each long convolution adds its input, scaled by a trained bias."""
     activation: MixerActivation = "identity"
-    """Applied before the Hyenas' output projections."""
+    """The activation before the output projection of each Hyena operator."""
     tied_head: bool = True
     """Whether the head shares the embedding's weights."""
     block_dropout_rate: Rate = 0.0
-    """Dropout of the blocks' outputs before they are added."""
+    """Rate of the dropout of the outputs of mixers and MLPs before they are added."""
     embedding_dropout_rate: Rate = 0.0
-    """Dropout of the embeddings: 0.1 in HyenaDNA's training."""
+    """Rate of the dropout of the embeddings. HyenaDNA is trained with 0.1."""
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -152,20 +152,20 @@ class HyenaDNALanguageModel(LanguageModel):
 
         logits = norm(blocks(dropout(E[tokens]))) Eᵀ
 
-    There are no positions but those of the filters. A step costs O(log² context_length) on average.
-    `generate` and `stream` draw from the carried state until context_length is full, and from the
-    last context_length tokens from then on.
+    There are no position embeddings outside the filters. A step costs O(log² context_length) on
+    average. `generate` and `stream` use the carried state until the text has context_length tokens,
+    and then run over the last context_length tokens.
 
     Args:
-        config: the sizes; `HyenaDNALanguageModelConfig.from_state_dict` reads them from a
+        config: the sizes. `HyenaDNALanguageModelConfig.from_state_dict` reads them from a
             checkpoint.
-        **options: as of every layer.
+        **options: as for every layer.
 
     Layouts: `hyena-dna` (the model of HyenaDNA's standalone file, which has no head),
-    `hyena-dna-file` (the same in safetensors, which hold shared tensors once); with a head that is
-    or is not the embedding, `safari` (its language models, and those that HyenaDNA's repository
-    trains), `hyena-dna-hf` (the port to transformers), `hyena-dna-hf-file` (the same in
-    safetensors) and `hyena-dna-hf-file-with-head`.
+    `hyena-dna-file` (the same in safetensors, which store shared tensors once). With a head, which
+    may be tied to the embedding: `safari` (safari's language models, and those that HyenaDNA's
+    repository trains), `hyena-dna-hf` (the port to transformers), `hyena-dna-hf-file` (the same in
+    safetensors, without the key of a tied head) and `hyena-dna-hf-file-with-head`.
 
     """
 

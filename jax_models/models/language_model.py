@@ -1,4 +1,4 @@
-"""Language models: tokens in, next-token logits out, over any of the sequence layers."""
+"""The language model: maps tokens to logits of the next token with any of the sequence layers."""
 
 __all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
 
@@ -39,23 +39,23 @@ Layer = TypeVar("Layer", bound=SequenceLayer)
 
 
 class Preset(NamedTuple):
-    """A run that `twinscan train --preset` starts."""
+    """The settings of a run that `twinscan train --preset` starts."""
 
     model: "LanguageModelConfig"
     recipe: str = "shakespeare-warmup"
-    """The name of the other options in `train.config.RECIPES`."""
+    """The name of the recipe in `train.config.RECIPES`, which holds all other options."""
     options: Mapping[str, Any] = {}
     """Options that differ from the recipe, such as `{"optimizer.learning_rate": 1e-3}`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig(ModelConfig):
-    """The base class of the configs of all language models. Their integers are positive."""
+    """The base class of the configs of all language models. All integer fields are positive."""
 
     tokenizer: ClassVar[str | None] = None
-    """The published vocabulary of the models, if all have the same."""
+    """The name of the published vocabulary, if all models of the class have the same."""
     twin: ClassVar[str] = "torch_ref"
-    """The module with the PyTorch twin, which has the model's name and a `from_config`."""
+    """The module with the PyTorch twin, a class with the model's name and a `from_config`."""
 
     vocab_size: int
     """Number of distinct tokens."""
@@ -66,14 +66,14 @@ class LanguageModelConfig(ModelConfig):
         return {}
 
     def build(self, **options: Unpack[NormOptions]) -> "LanguageModel":
-        """The model of this config."""
+        """Builds the model of this config."""
         return super().build(**options)
 
     def make(self, layer: Callable[..., Layer], **others: Any) -> Layer:
         """Builds a layer.
 
-        Arguments named like a field of the config get its value; `others` are passed on and take
-        precedence.
+        Arguments that have the name of a config field receive the value of the field. `others` are
+        passed on and take precedence.
         """
         names = inspect.signature(layer).parameters
         fields = [field.name for field in dataclasses.fields(self) if field.name in names]
@@ -82,17 +82,21 @@ class LanguageModelConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig(LanguageModelConfig):
-    """A language model of equal blocks."""
+    """The base class of the configs of language models whose blocks have equal sizes."""
 
     remat: Remat = dataclasses.field(default="none", kw_only=True)
-    """The part that the backward pass recomputes: "none", nothing; "dots", everything except the
-    results of matrix products; "full", everything except the inputs of the blocks."""
+    """The part that the backward pass recomputes to save memory. "none": nothing. "dots":
+    everything except the results of matrix products. "full": everything except the inputs of the
+    blocks.
+    """
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
-    """Compile one block and reuse it for all: faster to compile, slower to run on a CPU."""
+    """Whether to compile one block and reuse it for all, which compiles faster but runs slower on a
+    CPU.
+    """
 
 
 class LanguageModelState(NamedTuple):
-    """The state of a language model: that of its blocks, and each row's position."""
+    """The state of a language model: the state of its blocks, and each row's position."""
 
     layers: Any
     position: Int[Array, " batch"]
@@ -114,7 +118,7 @@ def _renamed(*_: Any) -> Any:
 
 
 class LanguageModel(CheckedOptions, nnx.Module):
-    """Tokens (batch, time) → logits (batch, time, vocab_size) of each next token.
+    """Maps tokens (batch, time) to logits (batch, time, vocab_size) of each next token.
 
         >>> rngs = nnx.Rngs(0)
         >>> model = LanguageModel(
@@ -129,26 +133,27 @@ class LanguageModel(CheckedOptions, nnx.Module):
         x = dropout(embedding_scale · embedding(tokens) + pos_embedding(position))
         logits = head(norm(blocks(x)))
 
-    The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
-    `context_length` counts positions from its state, or from the last `reset`. Its logits are NaN
-    beyond that length and, under `jit`, for tokens outside the vocabulary and for rows whose length
-    lies outside 0 … time.
+    A model is called like a sequence layer, with a state in and out, `step`, `lengths` and `reset`.
+    A model with a `context_length` counts positions from its state, or from the last `reset`. Its
+    logits are NaN beyond that length and, under `jit`, for tokens outside the vocabulary and for
+    rows whose length lies outside 0 … time.
 
     Args:
-        config: has the vocabulary's size, and the `context_length` if there is one.
+        config: the config, which holds the size of the vocabulary, and the `context_length` if
+            there is one.
         blocks: the blocks from the lowest up, or one layer, such as an LSTM of several layers.
         norm: normalizes the output of the blocks.
         head: maps the normalized output to logits. None: `x Eᵀ`, where E is the embedding's matrix.
         embedding: the embedding of the tokens.
         pos_embedding: the embedding of the positions. None: positions are not embedded.
-        dropout: dropout of the sum of both embeddings, in training.
+        dropout: dropout of the sum of both embeddings in training.
         embedding_scale: the factor by which token embeddings are multiplied.
         logits_soft_cap: logits are cap · tanh(logits / cap). 0: no cap.
 
     Raises:
-        TypeError, ValueError: the blocks do not fit each other, as `Stack` says.
+        TypeError, ValueError: the blocks do not fit each other, as for `Stack`.
 
-    Layouts: those that the config's class declares and all blocks have.
+    Layouts: those that the class of the config declares and all blocks have.
 
     """
 
@@ -194,13 +199,13 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return getattr(self.config, "context_length", longest)
 
     def set_view(self, time_axis: str | None = None) -> None:
-        """Sets options in a view, as the method of a sequence layer does."""
+        """Sets options in a view, like `SequenceLayer.set_view`."""
         self.time_axis = time_axis or self.time_axis
 
     mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
 
     def foreign_format(self, keys: Iterable[object]) -> str | None:
-        """Says which other model has these keys, for `from_torch`."""
+        """Describes the other model that has these keys, for the error message of `from_torch`."""
         return self.config.foreign_format(keys)
 
     def torch_layouts(self) -> Layouts:
@@ -234,7 +239,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
     def embed(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
     ) -> Float[Array, "batch time features"]:
-        """The input of the blocks: embeddings of the tokens and, if there are any, of positions."""
+        """Returns the input of the blocks: the embeddings of tokens and, if any, of positions."""
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -243,11 +248,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return x if self.dropout is None else self.dropout(x)
 
     def read_out(self, x: Any) -> Float[Array, "batch time features"]:
-        """The part of the blocks' output that the norm reads: the first of several streams."""
+        """Returns the part of the blocks' output that the norm reads, the first item of a tuple."""
         return x[0] if isinstance(x, tuple) else x
 
     def unembed(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
-        """The logits of the normalized output of the blocks."""
+        """Maps the normalized output of the blocks to logits."""
         if self.head is not None:
             return capped(self.head(x), self.logits_soft_cap)
         logits = ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype))
@@ -267,11 +272,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch time"] | None = None,
     ) -> tuple[Float[Array, "batch time vocab"], LanguageModelState]:
-        """Run over whole sequences; the arguments are those of `SequenceLayer`.
+        """Runs over whole sequences. The arguments are those of a `SequenceLayer`.
 
         Raises:
-            TypeError: tokens or lengths are not integers, reset not bool, or the state has another
-                structure than `init_state` gives.
+            TypeError: tokens or lengths are not integers, reset is not bool, or the structure of
+                the state differs from that of `init_state`.
             ValueError: a rank or size is wrong, a token is not in the vocabulary, or the sequence
                 exceeds `context_length`.
 
@@ -279,7 +284,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
-        # With `reset`, each document has positions of its own, and may be as long as the limit.
+        # With `reset`, the limit applies to each document rather than to the row, since positions
+        # restart.
         batch_size, time = tokens.shape
         limit = self.context_length
         steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
@@ -295,7 +301,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         else:
             start, before = checked_state(self, state, batch_size)
 
-        # Padding is zero before the blocks and the norm and after the head.
+        # Padding is set to zero before the blocks, before the norm and after the head.
         rows = Rows.of(time, ends, reset, self.time_axis)
         positions, after = rows.positions(before, time)
         x = rows.masked(self.embed(tokens, positions))
@@ -312,9 +318,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
-        """Runs one token of each row from the state before it.
+        """Runs one token of each row, given the state before it.
 
-        `reset` (batch,) is true for rows whose token begins a document, as in `SequenceLayer.step`.
+        `reset` (batch,) is true in rows whose token begins a new document, as in
+        `SequenceLayer.step`.
         """
         token = checked_tokens("token", token, self.config.vocab_size)
         if token.ndim != 1:
@@ -328,7 +335,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
 
 def capped(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """`cap · tanh(logits / cap)`; the logits themselves if the cap is 0."""
+    """`cap · tanh(logits / cap)`, or the logits themselves if the cap is 0."""
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
@@ -340,7 +347,10 @@ def _bias(part: str, module: Any, key: str) -> Table:
 
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
-    """Tokens as an array, if they are integers in 0 … vocab_size − 1; traced ones end as NaN."""
+    """Returns the tokens as an array, or raises an error if one is not in 0 … vocab_size − 1.
+
+    Traced tokens outside that range become vocab_size, so that their logits are NaN.
+    """
     values = tokens if isinstance(tokens, Tracer) else as_array(name, tokens, np.asarray)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}")

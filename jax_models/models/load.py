@@ -1,4 +1,4 @@
-"""`load_pretrained`: loads a model from a file or a folder, whatever its architecture."""
+"""Loads pretrained models of any architecture from a file or a folder."""
 
 __all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
 
@@ -28,18 +28,18 @@ from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import cast, dtype_of, is_floating
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
-"""From the path and the shape of a parameter to its sharding."""
+"""Maps the path and the shape of a parameter to its sharding."""
 
 
 class LoadOptions(TypedDict, total=False):
     """The keyword arguments of the functions that load a model from its weights."""
 
     dtype: FloatingDtype | None
-    """The computation's dtype. None: that of the parameters."""
+    """The dtype of the computation. None: the dtype of the parameters."""
     param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
     """The parameters' dtype."""
     sharding: ShardingOf | None
-    """From the path and the shape of a parameter to its sharding. None: as in `from_torch`."""
+    """Maps the path and the shape of a parameter to its sharding. None: as in `from_torch`."""
 
 
 SIZES = {
@@ -49,7 +49,7 @@ SIZES = {
     "d_model": "features",
     "n_layer": "num_layers",
 }
-"""The names of sizes in a config.json, and the fields of our configs for them."""
+"""The names of sizes in a config.json, and the corresponding fields of our configs."""
 
 
 @checked_options
@@ -70,18 +70,19 @@ def load_pretrained(
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
     and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff, silero-VAD and the models
-    that other packages declare. The weights may be safetensors or files of `torch.save`, whole or
-    in parts that an index lists, or a folder of orbax. Keys, shapes and the config.json identify
-    the model. No weights are initialized at random. Each weight is read when its parameter is made,
-    so that little more memory than the model's is needed.
+    that other packages declare. The weights may be files of safetensors or `torch.save`, either
+    whole or in shards that an index file lists, or an orbax folder. Keys, shapes and the
+    config.json identify the model. No weights are initialized at random. Each weight is read when
+    its parameter is created, so loading needs little more memory than the model itself.
 
     Args:
-        path: the file, or the folder with it.
-        dtype: of the computation. None: that of the parameters, but float32 if they are in
-            float16, in which RWKV-4 overflows.
-        param_dtype: of the parameters. None: the widest in the file. A narrower one rounds.
-        sharding: from the path and the shape of a parameter to its sharding, such as
-            `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
+        path: the checkpoint file, or the folder that contains it.
+        dtype: dtype of the computation. None: the dtype of the parameters, except that parameters
+            in float16 are computed in float32, because RWKV-4 overflows in float16.
+        param_dtype: dtype of the parameters. None: the widest dtype in the file. A narrower dtype
+            rounds the weights.
+        sharding: a function that maps the path and the shape of a parameter to its sharding, such
+            as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
         **config: fields of the model's config that the file does not contain, such as hippogriff's
             `window` or safari's `activation`.
 
@@ -112,17 +113,19 @@ def config_of(
     kind: type[ModelConfig] = ModelConfig,
     **options: Any,
 ) -> Any:
-    """The config of the model with these weights and these fields of a config.json, if any.
+    """Returns the config of the model that has these weights and these fields of a config.json.
 
-    `options` are fields of the config that neither contains; `kind` is a base class of the config.
+    `options` are fields of the config that neither of the two contains. `kind` is the base class of
+    the configs to choose from.
 
     Raises:
         TypeError: the weights are not a mapping, or an option is not a field of the config.
-        ValueError: there is no such model, or the two contradict each other.
+        ValueError: no known model has these weights, or the weights and the config.json contradict
+            each other.
 
     """
     checked_mapping("state_dict", weights)
-    # A config.json names the model; without one, the keys identify it.
+    # A config.json names the model. Without one, the keys identify it.
     known = [each for each in architectures(kind) if each.marks or each.model_types]
     names, broken = ", ".join(each.family for each in known), broken_packages(ENTRY_POINTS)
     keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
@@ -133,7 +136,7 @@ def config_of(
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
         raise ValueError(f"config.json: expected a model of {names}, got {name}{broken}")
-    # The weights may be in an entry of the state_dict or under a prefix: say where.
+    # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
         layouts = [layout for each in known for layout in each.layout_keys()]
         if place := elsewhere(weights, layouts):
@@ -152,7 +155,7 @@ def config_of(
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
-    """A size in a config.json. A vocabulary is padded as `pad_vocab_size_multiple` says."""
+    """Returns a size in a config.json, with the vocabulary padded as the config.json requires."""
     size = fields.get(name, default)
     if name == "vocab_size" and isinstance(multiple := fields.get("pad_vocab_size_multiple"), int):
         return -(-size // multiple) * multiple
@@ -166,7 +169,7 @@ def rwkv_from_torch(
     rescaled_every: Index = 0,
     **options: Unpack[LoadOptions],
 ) -> LanguageModel:
-    """Loads the RWKV language model, of version 4, 6 or 7, of a checkpoint.
+    """Loads the RWKV language model of a checkpoint of version 4, 6 or 7.
 
         >>> weights = to_torch(RWKV7LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)))
         >>> model = rwkv_from_torch(weights)
@@ -175,16 +178,16 @@ def rwkv_from_torch(
     initialized at random.
 
     Args:
-        state_dict: torch tensors or arrays by key, as `read_pth` gives them.
-        rescaled_every: the `rescale_every` of transformers' model, if the model ran in evaluation
+        state_dict: torch tensors or arrays by key, as returned by `read_pth`.
+        rescaled_every: the `rescale_every` of transformers' model if that model ran in evaluation
             mode before its weights were saved, because it then divides some of them by powers of
-            two. 0: the weights are not divided, as in the published checkpoints.
+            two. 0: the weights were not divided, as in the published checkpoints.
         **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the state_dict is not a mapping.
-        ValueError: the state_dict is not an RWKV's, its version is not supported, or its keys and
-            shapes contradict each other.
+        ValueError: the state_dict is not a checkpoint of an RWKV, its version is not supported, or
+            its keys and shapes contradict each other.
 
     """
     config = config_of(state_dict, kind=RWKVConfig)
@@ -205,19 +208,20 @@ def griffin_from_weights(
         >>> model = GriffinLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
         >>> model = griffin_from_weights(to_torch(model), model.config)
 
-    The keys tell the layout. No weights are initialized at random.
+    The layout is recognized by the keys. No weights are initialized at random.
 
     Args:
-        weights: torch tensors or arrays by key, in transformers' layout or recurrentgemma's; or
-            recurrentgemma's tree of Flax variables.
-        config: your own, or what `GriffinLanguageModelConfig.from_hf` reads from a config.json.
-            None: what `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
+        weights: torch tensors or arrays by key, in the layout of transformers or of recurrentgemma,
+            or recurrentgemma's tree of Flax variables.
+        config: your own config, or the result of `GriffinLanguageModelConfig.from_hf`, which reads
+            a config.json. None: the result of `GriffinLanguageModelConfig.from_state_dict`, which
+            reads the shapes.
         **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the weights are not a mapping.
-        ValueError: the weights are not a Griffin's, or their keys and shapes contradict each other
-            or the config.
+        ValueError: the weights are not those of a Griffin, or their keys and shapes contradict each
+            other or the config.
 
     """
     checked_mapping("weights", weights)
@@ -232,7 +236,7 @@ def hyena_dna_from_weights(
     config: HyenaDNALanguageModelConfig | None = None,
     **options: Unpack[LoadOptions],
 ) -> HyenaDNALanguageModel:
-    """Loads the HyenaDNA of a checkpoint.
+    """Loads the HyenaDNA language model of a checkpoint.
 
         >>> model = HyenaDNALanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
         >>> model = hyena_dna_from_weights(to_torch(model))
@@ -242,13 +246,14 @@ def hyena_dna_from_weights(
 
     Args:
         weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
-        config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
+        config: your own config. None: the result of `HyenaDNALanguageModelConfig.from_state_dict`,
+            which reads the shapes.
         **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the weights are not a mapping.
-        ValueError: the weights are not a HyenaDNA's, or their keys and shapes contradict each other
-            or the config.
+        ValueError: the weights are not those of a HyenaDNA, or their keys and shapes contradict
+            each other or the config.
 
     """
     known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
@@ -258,12 +263,12 @@ def hyena_dna_from_weights(
 def loaded(
     config: Any, weights: Mapping[str, Any], *, sharding: ShardingOf | None = None, **dtypes: Any
 ) -> Any:
-    """Builds the model of a config. Each weight is read when its parameters are made."""
+    """Builds a config's model, and reads each weight when its parameter is created."""
 
     def build() -> Any:
         return config.build(**dtypes, rngs=nnx.Rngs(0))
 
-    # eval_shape would leave the random state of dropout without a value
+    # `eval_shape` would leave the random state of dropout without a value.
     fields = vars(config).items()
     draws_masks = any(value for name, value in fields if name.endswith("dropout_rate"))
     model = build() if draws_masks else nnx.eval_shape(build)

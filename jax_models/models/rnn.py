@@ -29,19 +29,19 @@ CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": Mi
 
 
 def _torch_cell(size: int, fields: Fields) -> str | None:
-    """The cell of `torch.nn` that has so many gates."""
+    """The cell of `torch.nn`, recognized by its number of gates."""
     return {1: "rnn", 3: "gru", 4: "lstm"}.get(size // fields["hidden_features"])
 
 
 def _num_layers(checkpoint: Checkpoint, fields: Fields) -> int:
-    """The layers of `torch.nn` or of a minimal recurrence, whose keys have numbers, or one."""
+    """Counts the layers of `torch.nn` or of a minimal recurrence, or returns 1 without numbers."""
     found = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
     return len({layer[1] for layer in found if layer}) or 1
 
 
 @dataclasses.dataclass(frozen=True)
 class RNNLanguageModelConfig(LanguageModelConfig):
-    """A recurrent language model."""
+    """The config of a recurrent language model."""
 
     family: ClassVar = "RNN"
     layouts: ClassVar = dict.fromkeys(
@@ -70,21 +70,21 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     vocab_size: int = 20
     """Number of distinct tokens."""
     context_length: int | None = None
-    """Number of positions that the model has. None: no positions, and no limit."""
+    """The longest sequence: the number of position embeddings. None: no positions, and no limit."""
     embedding_features: int = 10
     """Size of the token and position embeddings."""
     hidden_features: int = 20
     """Size of the hidden state."""
     cell: Literal["rnn", "lstm", "gru", "min_gru", "min_lstm"] = "rnn"
-    """The recurrence."""
+    """The kind of recurrence."""
     num_layers: int = 1
     """Number of layers of the recurrence."""
     dropout_rate: Rate = 0.0
-    """Dropout between the layers."""
+    """Rate of the dropout between the layers."""
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """The first run of a newcomer, and one of each cell on Tiny Shakespeare."""
+        """A quick first run for newcomers, and runs of several cells on Tiny Shakespeare."""
         sizes = {"embedding_features": 64, "hidden_features": 256}
         slower = {"optimizer.learning_rate": 1e-3, "optimizer.clip_norm": 1.0}
         return {
@@ -109,11 +109,11 @@ class RNNLanguageModel(LanguageModel):
 
     Args:
         config: the sizes.
-        **options: as of every layer.
+        **options: as for every layer.
 
-    Layouts: `scratch`, the keys of torch_ref.RNNLanguageModel, if the cell is one layer of `rnn`;
-    `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU; `minimal`, around torch_ref's MinGRU
-    or MinLSTM.
+    Layouts: `scratch` (torch_ref.RNNLanguageModel, if the recurrence is one layer of `rnn`),
+    `torch.nn` (the same model with a torch.nn.RNN, LSTM or GRU), `minimal` (the same model with
+    torch_ref's MinGRU or MinLSTM).
 
     """
 
@@ -142,8 +142,8 @@ class RNNLanguageModel(LanguageModel):
         )
 
     def torch_layouts(self) -> Layouts:
-        """The keys of torch_ref.RNNLanguageModel around each layout of the recurrence."""
+        """The layouts of the recurrence, each with the other keys of torch_ref.RNNLanguageModel."""
         layouts = super().torch_layouts()
         if not isinstance(self.blocks, RNN):
-            layouts.pop("scratch", None)  # the twin has the cells of torch.nn, except for the RNN
+            layouts.pop("scratch", None)  # the twin uses the LSTM and GRU of torch.nn
         return layouts

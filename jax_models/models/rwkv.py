@@ -1,4 +1,4 @@
-"""The RWKV-4 language model, and what the language models of all RWKV versions share."""
+"""The RWKV-4 language model, and the parts that the language models of all versions share."""
 
 __all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig"]
 
@@ -36,7 +36,7 @@ class RWKVConfig(StackConfig):
     features: int = 192
     """Width of the model."""
     num_layers: int = 3
-    """Residual blocks."""
+    """Number of residual blocks."""
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
@@ -48,10 +48,11 @@ class RWKVConfig(StackConfig):
 
 
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """The weights as they were before transformers' RwkvForCausalLM first ran in evaluation.
+    """Undoes the division of weights by transformers' RwkvForCausalLM in evaluation mode.
 
-    A model with a `rescale_every` then divides the last matrices of block i, in place, by
-    2^(i // rescale_every), so that weights that are saved later are divided.
+    When a model with a `rescale_every` first runs in evaluation mode, it divides the last matrices
+    of block i in place by 2^(i // rescale_every). Weights that are saved afterwards are still
+    divided.
     """
     last = re.compile(r"rwkv\.blocks\.(\d+)\.(attention\.output|feed_forward\.value)\.weight")
     return {
@@ -69,7 +70,7 @@ def model_parts(
     embedding_init: Initializer,
     **options: Unpack[NormOptions],
 ) -> dict[str, Any]:
-    """The parts of the language models of all versions."""
+    """Builds the parts that the language models of all versions share."""
     sizes = config.features, config.vocab_size
     return {
         "blocks": [config.make(block, layer_index=i, **options) for i in range(config.num_layers)],
@@ -82,7 +83,7 @@ def model_parts(
 
 
 def small_uniform(key, shape: tuple[int, int], dtype, **_) -> Array:
-    """How RWKV-6 and RWKV-7 draw embeddings: uniform in ±1e-4."""
+    """The initializer of embeddings in RWKV-6 and RWKV-7: uniform in ±1e-4."""
     return jax.random.uniform(key, shape, dtype, -1e-4, 1e-4)
 
 
@@ -105,7 +106,7 @@ class RWKVLanguageModelConfig(RWKVConfig):
         return {"rwkv": Preset(cls())}
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model as an RWKV of transformers."""
+        """Returns the config.json with which transformers' RWKV is the same model."""
         return {
             "architectures": ["RwkvForCausalLM"],
             "model_type": "rwkv",
@@ -129,8 +130,8 @@ class RWKVLanguageModel(LanguageModel):
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
     Args:
-        config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; parameters are initialized as in RWKV-4.
+        config: the sizes. `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
+        **options: as for every layer. Parameters are initialized as in RWKV-4.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4), `hf` (transformers' RwkvForCausalLM).
 

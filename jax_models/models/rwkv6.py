@@ -22,7 +22,7 @@ def _as_in_blinkdl(attention: str, feed_forward: str) -> dict[str, Size]:
 
 
 def _of_five(size: int, fields: Fields) -> int:
-    """The matrices of the five mixes are side by side."""
+    """The rank of one mix, because the matrices of the five mixes are side by side."""
     return size // 5
 
 
@@ -48,11 +48,11 @@ class RWKV6LanguageModelConfig(RWKVConfig):
     hidden_features: int | None = None
     """Width of the channel mixes. None: 3.5 times `features`, rounded down to a multiple of 32."""
     head_size: int = 64
-    """Size of each head; it divides `features`."""
+    """Size of each head, a divisor of `features`."""
     mix_rank: int | None = None
-    """Width of each data-dependent mix. None: 32, or 64 from 4096 features."""
+    """Width of each data-dependent mix. None: 32, or 64 with at least 4096 features."""
     decay_rank: int | None = None
-    """Width of the data-dependent decay. None: 64, or 128 from 4096 features."""
+    """Width of the data-dependent decay. None: 64, or 128 with at least 4096 features."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,7 +78,7 @@ class RWKV6LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV6LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; parameters are initialized as in RWKV-6.
+        **options: as for every layer. Parameters are initialized as in RWKV-6.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-6), `fla` (flash-linear-attention), `hf`
     (RWKV's own repositories at Hugging Face).

@@ -25,7 +25,7 @@ class RWKV7LanguageModelConfig(RWKVConfig):
                 "head_size": Size("*.att.r_k", 1),
                 "decay_rank": Size("*.att.w1", 1),
                 "rate_rank": Size("*.att.a1", 1),
-                "value_rank": (Size("*.att.v1", 1), None),  # a single layer mixes no values
+                "value_rank": (Size("*.att.v1", 1), None),  # a single layer has no such weight
                 "gate_rank": Size("*.att.g1", 1),
                 "keep_unused": has("blocks.0.att.v0"),
             }
@@ -46,10 +46,11 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     hidden_features: int | None = None
     """Width of the channel mixes. None: four times `features`."""
     head_size: int = 64
-    """Size of each head; it divides `features`."""
+    """Size of each head, a divisor of `features`."""
     decay_rank: int | None = None
-    """Width of the data-dependent decay. If this or one of the next three is None, it is as in
-    RWKV-7's training code, where they grow with the square root of `features`."""
+    """Width of the data-dependent decay. If this field or one of the next three is None, it is
+    chosen as in RWKV-7's training code, where these widths grow with the square root of `features`.
+    """
     rate_rank: int | None = None
     """Width of the in-context learning rate."""
     value_rank: int | None = None
@@ -57,7 +58,9 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     gate_rank: int | None = None
     """Width of the gate."""
     keep_unused: bool = False
-    """The lowest layer keeps v0, v1 and v2, which it does not use; some checkpoints have them."""
+    """Whether the lowest layer keeps v0, v1 and v2. It does not use them, but some checkpoints
+    contain them.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,7 +84,7 @@ class RWKV7LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV7LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; parameters are initialized as in RWKV-7.
+        **options: as for every layer. Parameters are initialized as in RWKV-7.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-7), `fla` (flash-linear-attention).
 

@@ -26,10 +26,10 @@ def sample(
     temperature: Float[ArrayLike, ""] = 1.0,
     top_k: Int[ArrayLike, ""] | None = None,
 ) -> Int[Array, " batch"]:
-    """Draw tokens from softmax(logits / temperature), over the `top_k` likeliest if given.
+    """Draws tokens from softmax(logits / temperature), over the `top_k` likeliest if given.
 
-    A temperature of 0 is greedy: the likeliest token. Drawn in at least float32. The token is −1
-    where a row's logits hold NaN or +∞, or nothing but −∞.
+    A temperature of 0 always chooses the likeliest token. The computation is in at least float32.
+    The token of a row is −1 if its logits contain NaN or +∞, or are all −∞.
     """
     vocab_size = logits.shape[-1]
     key = checked_key(key)
@@ -45,7 +45,7 @@ def sample(
 
     def draw() -> Token:
         kept = jax.lax.cond(k < vocab_size, _keep_largest, lambda logits, k: logits, logits, k)
-        impossible = kept == -jnp.inf  # by a large temperature it would be NaN
+        impossible = kept == -jnp.inf  # −∞ / ∞ would be NaN
         return jax.random.categorical(key, jnp.where(impossible, kept, kept / temperature))
 
     greedy = temperature < jnp.finfo(logits.dtype).tiny
@@ -56,9 +56,9 @@ def sample(
 def _keep_largest(
     logits: Float[Array, "batch vocab"], k: Int[Array, ""]
 ) -> Float[Array, "batch vocab"]:
-    """The k largest of each row and those equal to the k-th; −∞ in place of the others.
+    """Keeps the k largest logits of each row and those equal to the k-th; the others become −∞.
 
-    The k-th is found bit by bit: on a CPU in a twentieth of the time that sorting takes.
+    The k-th largest is found bit by bit, which on a CPU takes a twentieth of the time of sorting.
     """
     bits = jnp.finfo(logits.dtype).bits
     dtype = jnp.uint32 if bits == 32 else jnp.uint64
@@ -76,12 +76,12 @@ def _keep_largest(
 
 
 def checked_top_k(top_k, vocab_size: int) -> int:
-    """Returns how many tokens to draw from: all if top_k is None or exceeds the vocabulary."""
+    """Returns the number of tokens to draw from: all if top_k is None or exceeds the vocabulary."""
     return vocab_size if top_k is None else min(checked_size("top_k", top_k, inf), vocab_size)
 
 
 def checked_temperature(value) -> float:
-    """A number that is finite in float32 and not negative."""
+    """Returns the temperature as a float, or refuses one that is negative or not finite."""
     try:
         if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == jnp.bool_:
             raise TypeError
@@ -94,7 +94,7 @@ def checked_temperature(value) -> float:
 
 
 def checked_key(key) -> Key[Array, ""]:
-    """One key; what `jax.random.PRNGKey` makes becomes what `jax.random.key` makes."""
+    """Returns a key as made by `jax.random.key`. Keys of `jax.random.PRNGKey` are converted."""
     if isinstance(key, np.ndarray):
         key = jax.device_put(key)
     if not isinstance(key, jax.Array):

@@ -35,11 +35,11 @@ from jax_models.weights.keys import checked_mapping, joined
 RATES: dict[int, Literal[16000, 8000]] = {256: 16000, 128: 8000}
 """The sample rate, in Hz, for each size of the STFT's windows."""
 HIDDEN = 128
-"""Size of what the convolutions make of a frame, and of the LSTM's state."""
+"""The number of features that the convolutions output per frame, and the size of the LSTM."""
 TAPS = 3
 """Taps of each convolution."""
 CONVOLUTIONS = ((128, 1), (64, 2), (64, 2), (HIDDEN, 1))
-"""Output features and stride of each; the four columns of a frame become one."""
+"""Output features and stride of each convolution. They reduce a frame's four columns to one."""
 
 
 class SileroVADState(NamedTuple):
@@ -62,7 +62,7 @@ class SileroVADConfig(ModelConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint. The size of the STFT's windows determines the sample rate."""
+        """Reads a checkpoint's config. The size of the STFT's windows determines the rate."""
         for key, array in checked_mapping("state_dict", state_dict).items():
             window = [0, *getattr(array, "shape", ())][-1]
             if "stft" in str(key) and window in RATES:
@@ -76,7 +76,7 @@ class SileroVADConfig(ModelConfig):
 
 
 class SileroVAD(CheckedOptions, nnx.Module):
-    """silero-VAD 6: the probability of speech in each frame of a recording, 32 ms.
+    """silero-VAD 6: computes the probability of speech in each frame (32 ms) of a recording.
 
         >>> model = SileroVAD(rngs=nnx.Rngs(0))
         >>> probabilities, state = model(jnp.zeros((8, 16000)))
@@ -87,20 +87,20 @@ class SileroVAD(CheckedOptions, nnx.Module):
         h, c = LSTM(z, (h, c))
         p = σ(relu(h) w + b)
 
-    Audio is (batch, samples), between −1 and 1, probabilities are (batch, frames), and the state is
-    `SileroVADState(context, h, c)`. The last frame is filled up with zeros. All frames go through
-    the convolutions at once; the LSTM is a loop over frames. A long recording may go in pieces of
-    whole frames, by its state.
+    Audio is (batch, samples) with values between −1 and 1, probabilities are (batch, frames), and
+    the state is `SileroVADState(context, h, c)`. The last frame is padded with zeros. The
+    convolutions run on all frames at once, and the LSTM is a loop over frames. A long recording can
+    be split into pieces of whole frames: pass the state after each piece to the next call.
 
     Args:
-        sample_rate: of the audio, 16000 or 8000 Hz: frames of 512 samples and a context of 64, or
-            of 256 and 32.
-        dropout_rate: dropout, in training, of h; the shipped module has 0.1.
-        **options: as in `NormOptions`. The parameters start as in torch. The STFT is a `Constant`,
-            a Fourier basis under Hann's window.
+        sample_rate: sample rate of the audio. 16000 Hz: frames of 512 samples with a context of 64
+            samples. 8000 Hz: frames of 256 samples with a context of 32.
+        dropout_rate: rate of the dropout of h in training. The published module has 0.1.
+        **options: as in `NormOptions`. The parameters are initialized as in torch. The STFT is a
+            `Constant`, a Fourier basis times a Hann window.
 
     Raises:
-        ValueError: there is no model of that sample rate, or a rate is not in [0, 1).
+        ValueError: there is no model for that sample rate, or a rate is not in [0, 1).
 
     Layouts: `torchscript` (`torch.jit.load(…)._model` of the package `silero-vad`, `_model_8k` for
     8000 Hz), `silero` (its file `silero_vad_16k.safetensors`). Source: snakers4/silero-vad, MIT.
@@ -147,20 +147,21 @@ class SileroVAD(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch frames"] | None = None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """Probabilities of speech over whole recordings.
+        """Computes the probability of speech in each frame of whole recordings.
 
         Args:
             audio: (batch, samples), or one unbatched recording (samples,).
-            state: the state to start from; zeros when None.
-            lengths: how many samples of each row are real, 0 … samples. Probabilities of the frames
-                beyond are zero, and the state is the one at the row's end. Under `jit`, which
-                cannot refuse it, a length outside makes the row's probabilities and state NaN.
-            reset: true at the first frame of a recording: the state is zeroed before that frame, so
-                that recordings packed into a row, each of whole frames, stay apart.
+            state: the state before the first frame. None: zeros.
+            lengths: the number of samples of each row before its padding, 0 … samples. The
+                probabilities of frames in the padding are zero, and the returned state is the state
+                at the end of each row. Under `jit`, where no error can be raised, a length outside
+                that range makes the row's probabilities and state NaN.
+            reset: true at the first frame of each recording if several are packed into a row, each
+                as whole frames. The state is set to zero before such a frame.
 
         Raises:
-            TypeError: the audio is not floating, lengths not integer, reset not bool, or the state
-                has another structure than `init_state` gives.
+            TypeError: the audio is not floating, lengths are not integers, reset is not bool, or
+                the structure of the state differs from that of `init_state`.
             ValueError: a rank or size is wrong, or a length lies outside 0 … samples.
 
         """
@@ -175,7 +176,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch frames"] | None = None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """The logits of the probabilities, for a loss; the arguments are those of a call."""
+        """Computes the logits of the probabilities, for a loss. The arguments are as for a call."""
         return self._run(lambda logits: logits, audio, state, lengths, reset)
 
     def step(
@@ -185,10 +186,10 @@ class SileroVAD(CheckedOptions, nnx.Module):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, " batch"], SileroVADState]:
-        """Runs one frame from the state before it.
+        """Runs one frame, given the state before it.
 
         The frame is (batch, frame_length), or (frame_length,) unbatched. `reset` is (batch,), or a
-        single bool unbatched: true for each row whose frame begins a recording.
+        single bool if unbatched: true for each row whose frame begins a recording.
 
         Raises:
             TypeError, ValueError: as for a whole recording, or the chunk is not a whole frame.
@@ -204,6 +205,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return probabilities[..., 0], state
 
     def _run(self, activation: Callable[[Array], Array], audio, state, lengths, reset):
+        # Check all arguments, and convert them to a batch.
         audio = _checked_audio("audio", audio, "(batch, samples) or (samples,) unbatched")
         batch_shape, samples = audio.shape[:-1], audio.shape[-1]
         count = -(-samples // self.frame_length)
@@ -215,12 +217,15 @@ class SileroVAD(CheckedOptions, nnx.Module):
         else:
             state = checked_state(self, state, batch_size, batched=bool(batch_shape))
 
+        # Divide the recording into whole frames, with zeros in the padding.
         audio = Rows.of(samples, lengths).masked(jnp.atleast_2d(audio))
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
         y, last = self._frames(frames, state, ends, reset)
+        # Set the padding to zero. Under `jit`, a wrong length cannot raise an error, so the row
+        # becomes NaN.
         y = Rows.of(count, ends).masked(activation(y))
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)
@@ -233,7 +238,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         ends: Int[Array, " batch"] | None,
         reset: Bool[Array, "batch frames"] | None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """The logits of each frame, and the state after `ends` of them."""
+        """Returns the logits of each frame, and each row's state after its first `ends` frames."""
         dtype = self.dtype or jnp.result_type(frames, self.param_dtype)
         carried = carry_dtype(dtype)
         state = jax.tree.map(lambda s: s.astype(carried), state)
@@ -251,17 +256,17 @@ class SileroVAD(CheckedOptions, nnx.Module):
     def _spectrum(
         self, x: Float[Array, "batch frames samples"]
     ) -> Float[Array, "batch frames 4 bins"]:
-        """The magnitudes of the STFT, of each frame and its context by itself."""
+        """The magnitudes of the STFT, computed separately for each frame and its context."""
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, self.context_length)), mode="reflect")
         hops = padded.reshape(*x.shape[:2], 5, len(self.stft) // 2)
         windows = jnp.concatenate([hops[:, :, :-1], hops[:, :, 1:]], axis=-1)
         real, imaginary = jnp.split(ops.affine(windows, self.stft[...].astype(x.dtype)), 2, axis=-1)
         power = real * real + imaginary * imaginary
-        is_silent = power == 0  # where √ has no derivative
+        is_silent = power == 0  # √ has no derivative there
         return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
 
     def torch_layouts(self) -> Layouts:
-        """`torchscript`: the keys of the shipped module; `silero`: of the safetensors file."""
+        """`torchscript`: the keys of the published module; `silero`: of the safetensors file."""
         numbers = range(len(CONVOLUTIONS))
         shipped = [f"encoder.{i}.reparam_conv" for i in numbers]
         in_file = [f"conv{i + 1}" for i in numbers]
@@ -289,7 +294,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
 
 
 def _checked_audio(name: str, audio: Any, expected: str) -> Array:
-    """One recording or a batch, in floating numbers."""
+    """Returns a recording or a batch as a floating array, or raises an error."""
     audio = as_array(name, audio)
     if jnp.issubdtype(audio.dtype, jnp.integer):
         raise TypeError(
@@ -309,7 +314,7 @@ def _contexts(
     lengths: Int[Array, " batch"] | None,
     reset: Bool[Array, "batch frames"] | None,
 ) -> tuple[Float[Array, "batch frames context"], Float[Array, "batch context"]]:
-    """The samples before each frame, and those at the end of each row."""
+    """Returns the context before each frame, and the context at the end of each row."""
     contexts = jnp.concatenate([context[:, None], tails], axis=1)
     before, last = contexts[:, :-1], contexts[:, -1]
     if lengths is not None:
@@ -322,7 +327,7 @@ def _contexts(
 def _taps(
     x: Float[Array, "batch frames columns in"], stride: int
 ) -> Float[Array, "batch frames kept 3*in"]:
-    """The input windows of a convolution: each column that it keeps, between its neighbors."""
+    """The input windows of a convolution: each column that it outputs, between its neighbors."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
     columns = x.shape[2]
     shifted = [padded[:, :, tap : tap + columns : stride] for tap in range(TAPS)]
@@ -330,19 +335,19 @@ def _taps(
 
 
 def _hann_fourier(window: int) -> np.ndarray:
-    """(window, 2 · bins): the real and the imaginary parts of a Fourier transform, under Hann's."""
+    """A Fourier basis times a Hann window, (window, 2 · bins): real, then imaginary parts."""
     real_fourier = np.fft.rfft(np.eye(window))
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     return hann[:, None] * np.concatenate([real_fourier.real, real_fourier.imag], axis=1)
 
 
 def _convolution(param: str, key: str, taps: int) -> Table:
-    """A `Linear` of `taps` neighbors, side by side, and `torch.nn.Conv1d`."""
+    """The table of a `Linear` over `taps` concatenated neighbors, which is a Conv1d in torch."""
     return [_kernel(f"{param}.kernel", f"{key}.weight", taps), same(f"{param}.bias", f"{key}.bias")]
 
 
 def _kernel(param: str, key: str, taps: int) -> Weight:
-    """(taps · in, out), and (out, in, taps) of a convolution in torch."""
+    """The row of a kernel that is (taps · in, out) here and (out, in, taps) in torch."""
     row = flipped(param, key)
     return row._replace(
         to_jax=lambda a: (row.to_jax(a)[0].reshape(-1, a.shape[0]),),

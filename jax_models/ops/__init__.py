@@ -1,4 +1,4 @@
-"""Recurrences as pure functions on arrays: no Flax, no torch, no state of their own."""
+"""The layers' operators as pure functions of arrays, without Flax, torch or hidden state."""
 
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.arguments import checked as _checked

@@ -18,7 +18,7 @@ def carry_dtype(dtype) -> jnp.dtype:
 
 
 def common_carry_dtype(*arrays: Array) -> jnp.dtype:
-    """`carry_dtype` of arrays together."""
+    """`carry_dtype` of the dtype to which the arrays promote together."""
     with jax.numpy_dtype_promotion("standard"):
         return carry_dtype(jnp.result_type(*arrays))
 
@@ -29,11 +29,12 @@ def affine(
     kernel: Float[Array, "*blocks features out"],
     bias: Float[Array, " blocks*out"] | None = None,
 ) -> Float[Array, "*batch blocks*out"]:
-    """`x W + b`: operands in the kernel's dtype, the result in `carry_dtype` of it.
+    """`x W + b`, with operands in the kernel's dtype and the result in `carry_dtype` of that dtype.
 
-    With (blocks, in, out) kernels each block of x has its own, and the results stand side by side.
-    One product of two axes: of more, XLA's CPU backend takes the kernel's gradient from copies that
-    it fills against the order of memory.
+    With (blocks, in, out) kernels, each block of x has its own kernel, and the results are
+    concatenated. All batch axes are flattened into one, because otherwise XLA's CPU backend would
+    first copy arrays in an order that does not match their memory layout to compute the kernel's
+    gradient.
     """
     accumulator = carry_dtype(kernel.dtype)
     count = math.prod(x.shape[:-1])
@@ -43,7 +44,7 @@ def affine(
     else:
         kernels = kernel.reshape(math.prod(kernel.shape[:-2]), *kernel.shape[-2:])
         rows = x.reshape(count, *kernels.shape[:2]).astype(kernel.dtype)
-        blocks = jnp.swapaxes(rows, 0, 1)  # first: jax 0.12's CPU has no other order in bfloat16
+        blocks = jnp.swapaxes(rows, 0, 1)  # jax 0.12 needs this order on a CPU in bfloat16
         y = jnp.swapaxes(jnp.matmul(blocks, kernels, preferred_element_type=accumulator), 0, 1)
     y = y.reshape(*x.shape[:-1], math.prod(y.shape[1:]))
     return y if bias is None else y + jnp.broadcast_to(bias.astype(accumulator), y.shape)

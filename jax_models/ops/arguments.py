@@ -1,4 +1,4 @@
-"""The decorator of functions that refuse what their annotations do not allow."""
+"""The decorator `checked`, which checks the arguments of a function against its annotations."""
 
 import inspect
 import math
@@ -39,41 +39,44 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
-"""Axes whose size must be at least 1. Others, such as batch and features, may be 0."""
+"""Axes whose size must be at least 1. Other axes, such as batch and features, may have size 0."""
 
 MASKS = ("lengths", "reset", "time_axis")
-"""The arguments that `Rows` joins."""
+"""The arguments that are combined into one `Rows`."""
 
 
 def checked(
     types: dict[Any, Callable[[str, Any], Any]] | None = None, batch_axes: Any = 0, **sizes: Any
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Make a function refuse arguments that its annotations do not allow.
+    """Makes a function raise an error for arguments that its annotations do not allow.
 
         @checked()
         def scaled(x: Float[Array, "batch features"], scale: Float[Array, " features"]): ...
 
-    The same name stands for the same size in all arrays of a call, including those in NamedTuples.
-    A size may be an expression of others, in which the name of several axes (`*batch`) stands for
-    their product.
-    The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
-    whose `hidden` is the call's `hyper`, and whose other sizes are its own. With
-    `Annotated[int, check]`, the function receives what `check(name, value)` returns.
-    `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
-    of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
-    `Callable` any function. An argument without an annotation passes, and so do other annotations.
+    An axis name stands for the same size in all arrays of a call, including those in NamedTuples. A
+    size may be an expression of other sizes, in which the name of several axes (`*batch`) stands
+    for the product of their sizes. The values of a dict do not share sizes.
+    `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple whose `hidden` is the call's `hyper`,
+    and whose other sizes are independent of the call. With `Annotated[int, check]`, the function
+    receives what `check(name, value)` returns. `int` accepts any integer, including NumPy's.
+    `float` accepts any finite number, `bool` a bool, a `Literal` one of its choices,
+    `FloatingDtype` a dtype or its name, a class its instances, and a `Callable` any function.
+    Arguments with other annotations, or with none, are not checked.
 
-    The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time.
-    Under `jit`, where the values are unknown, a length outside counts as the nearest inside, and
-    the row is NaN in all floating results. Keywords that are annotated with `Unpack` of a
-    TypedDict are checked by its annotations, and the function gets those that have a `Default`. If
-    the TypedDict has `rows`, the function gets the masks as one `Rows`; a caller that passes `rows`
-    has checked all arguments already.
+    The function receives NumPy arrays as JAX arrays, integers as int, and `lengths` as int32 in 0 …
+    time. Under `jit`, where the values are unknown, a length outside that range is replaced with
+    the nearest inside, and the row is NaN in all floating results. Keywords that are annotated with
+    `Unpack` of a TypedDict are checked against the annotations of the TypedDict, and the function
+    receives the value of each `Default` that the caller leaves out. If the TypedDict has `rows`,
+    the function receives the masks as one `Rows`. If the caller passes `rows`, its arguments were
+    checked already and are not checked again.
 
     Args:
-        types: other annotations, and the checks `(name, value) -> value` that they stand for.
-        batch_axes: of the results, as `vmap` takes them; where there are `lengths`.
-        sizes: what a name in the annotations stands for in this function, a size or a tuple.
+        types: further annotations, each with its check `(name, value) -> value`.
+        batch_axes: the batch axes of the results, as `vmap` expects in `out_axes`. Used only with
+            `lengths`.
+        sizes: the values of names in the annotations that are fixed for this function, each a size
+            or a tuple.
 
     """
     checks = SCALARS | (types or {})
@@ -93,19 +96,19 @@ def checked(
                 if twice := [name for name in MASKS if kwargs.get(name) is not None]:
                     raise TypeError(f"{twice[0]}: expected rows alone, got rows as well")
                 return function(*args, **kwargs)
-            # Bind the arguments, so that unknown ones get a suggestion.
+            # Bind the arguments first, so that the error for an unknown one can suggest a name.
             try:
                 given = parameters.bind(*args, **kwargs)
             except TypeError:
                 refuse_unknown(function.__name__, parameters, args, kwargs)
-                return function(*args, **kwargs)  # Python's message names what is missing
-            # Check each argument, then the sizes that they share.
+                return function(*args, **kwargs)  # Python's own error names the missing arguments
+            # Check each argument on its own, then the sizes that the arguments share.
             given.arguments = defaults | given.arguments
             scope = Scope(checks, sizes)
             for name, value in given.arguments.items():
                 given.arguments[name] = scope.checked(name, value, annotations[name])
             scope.check_shapes()
-            # Lengths have to be known before the masks are made of them.
+            # The lengths must be in range before `Rows` builds masks from them.
             outside = None
             if given.arguments.get("lengths") is not None:
                 lengths, time = given.arguments["lengths"], scope.sizes["time"]
@@ -131,12 +134,12 @@ class Scope:
         self.arrays: list[tuple[str, tuple[int, ...], list[tuple[str, Any]]]] = []
 
     def checked(self, name: str, value: Any, annotation: Any) -> Any:
-        """An argument as the function gets it; shapes are for `check_shapes`."""
+        """Checks an argument except for its shape, and returns it as the function receives it."""
         if annotation in self.checks:
             return self.checks[annotation](name, value)
         if annotation in (Any, inspect.Parameter.empty):
             return value
-        # Annotations of `typing`, which are not classes and stand for several checks or none.
+        # Annotations from `typing` are not classes, so each kind is handled by itself.
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, UnionType):
             others = [a for a in arguments if a is not NoneType]
@@ -179,7 +182,7 @@ class Scope:
         return value
 
     def check_shapes(self) -> None:
-        """Refuse the first array whose sizes are not those of the others."""
+        """Raises an error for the first array whose sizes do not match those of the others."""
         for name, shape, axes in self.arrays:
             for axis, size in axes:
                 expected = self._size(axis)
@@ -213,7 +216,7 @@ class Scope:
         return array
 
     def _size(self, axis: str) -> Any:
-        """A size, or the tuple of several; None of a name that no array of the call has."""
+        """The size of an axis, a tuple for several axes, or None if no array has the name."""
         if axis.lstrip("*").isidentifier():
             return self.sizes.get(axis.lstrip("*"))
         code = _compiled(axis)
@@ -221,7 +224,7 @@ class Scope:
             return None
         names = {name: self.sizes[name] for name in code.co_names}
         products = {k: math.prod(v) if isinstance(v, tuple) else v for k, v in names.items()}
-        return eval(code, {}, products)  # of our own annotations
+        return eval(code, {}, products)  # safe, because `axis` comes from our own annotations
 
     def _wrong_shape(self, name: str, shape: tuple[int, ...], axes: list[str]) -> ValueError:
         expected = []
@@ -232,7 +235,7 @@ class Scope:
 
 
 def signature(function: Callable) -> inspect.Signature:
-    """The signature of a function, with `**options: Unpack[Options]` as single keywords.
+    """The signature of a function, with `**options: Unpack[Options]` expanded into single keywords.
 
     Annotations are evaluated, unless a string among them has a name that is not defined. An option
     that is not `Required` defaults to None, or to the value in `Annotated[…, Default(…)]`.
@@ -249,7 +252,7 @@ def signature(function: Callable) -> inspect.Signature:
 
 
 def _keywords(options: type) -> list[inspect.Parameter]:
-    """The options of a TypedDict as keywords, those that are required last."""
+    """The options of a TypedDict as keyword parameters, sorted with the required ones last."""
     found = []
     for name, annotation in get_type_hints(options, include_extras=True).items():
         default, (first, *marks) = None, get_args(annotation) or (annotation,)

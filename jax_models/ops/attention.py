@@ -1,4 +1,4 @@
-"""Attention over the keys in a mask."""
+"""Attention with a mask."""
 
 from collections.abc import Callable
 
@@ -21,11 +21,11 @@ def attention(
 ) -> Float[Array, "batch time heads head_features"]:
     """Computes `softmax(q kᵀ / √head_features) v` of each head, over the keys in a step's mask.
 
-    Each head of k and v serves `heads / kv_heads` neighboring heads of q.
+    Each head of k and v is shared by `heads / kv_heads` neighboring heads of q.
 
     The softmax is in at least float32, and `dropout` is applied to its weights. If the query of a
-    step or anything in its mask is not finite, its output is NaN; other steps are unaffected. If
-    the mask has no key, the output is zero.
+    step is not finite, or any key or value in its mask, the output of the step is NaN, and other
+    steps are unaffected. If the mask of a step contains no key, the output is zero.
     """
     check_heads(q, k)
     q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
@@ -56,8 +56,9 @@ def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
     q = q.reshape(batch, time, *groups, features)
     scores = jnp.einsum("btkgf,bskf->bkgts", q, k, preferred_element_type=carry_dtype(q.dtype))
     scores = scores.reshape(batch, heads, time, k.shape[1])
-    # A finite score for the other keys would beat those in the mask that overflow to −∞.
-    seen = mask | ~jnp.any(mask, axis=-1, keepdims=True)  # without any, the caller returns zero
+    # Masked keys are left out of the softmax. With a finite score, they would outweigh keys in the
+    # mask whose scores overflow to −∞.
+    seen = mask | ~jnp.any(mask, axis=-1, keepdims=True)  # if empty, the caller returns zero
     weights = jax.nn.softmax(scores * features**-0.5, axis=-1, where=seen)
     weights = jnp.where(seen, weights, 0).astype(q.dtype)
     weights = weights if dropout is None else dropout(weights)

@@ -12,16 +12,16 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Tiling(NamedTuple):
-    """How the scores are divided into tiles."""
+    """The division of the scores into tiles."""
 
     tile: int
-    """Steps of a tile of queries, and of a tile of their keys."""
+    """Number of steps of a tile of queries, and of a tile of the keys of the same sequence."""
     rows: int
     """Number of tiles of queries."""
     reach: int
     """Number of tiles of keys that a tile of queries sees before its own."""
     past_tile: int
-    """Steps of a tile of past keys. It is larger if there are few queries."""
+    """Number of steps of a tile of past keys. It is larger if there are few queries."""
     past_rows: int
     """Number of tiles of queries that see the past."""
 
@@ -49,12 +49,12 @@ class Tiling(NamedTuple):
         return row[back <= row], (row - back)[back <= row]
 
     def past_pairs(self, columns: int) -> tuple[Any, Any]:
-        """Pairs each tile of queries that sees the past with each tile of the past."""
+        """Pairs each tile of queries that sees the past with each tile of past keys."""
         return jnp.divmod(jnp.arange(self.past_rows * columns), columns)
 
 
 def tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
-    """From (batch, steps, heads, features) to (tiles, batch, heads/group, group·tile, features)."""
+    """Maps (batch, steps, heads, features) to (tiles, batch, heads/group, group·tile, features)."""
     batch, steps, heads, features = x.shape
     count = ceil_div(steps, tile)
     padding = [(0, 0), (0, count * tile - steps), (0, 0), (0, 0)]

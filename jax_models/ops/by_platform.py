@@ -1,4 +1,4 @@
-"""A function with a form for each platform, of which only the one that runs is traced."""
+"""Chooses the implementation of a function by platform, and traces only the one that runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +13,16 @@ from jax_models.ops.linear_map import linear_map
 
 Form = Callable[..., Sequence[Array]]
 Forms = tuple[tuple[str, Form], ...]
-"""Each form under the name of its platform, or as `default`; from arrays to arrays."""
+"""The implementations ("forms") of a function, each with the name of its platform or "default"."""
 
 
 def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
-    """`forms[platform](*args)` on the platform that the program runs on, or `forms["default"]`.
+    """Calls the form for the platform on which the program runs, or `forms["default"]`.
 
-    `jax.lax.platform_dependent` traces every form at once. Here the first form is traced for the
-    shapes of its results; the form that runs, and its derivatives, where the program is lowered.
-    All forms give the same tree of floating or complex arrays.
+    A form is an implementation for one platform. Whereas `jax.lax.platform_dependent` traces every
+    form immediately, this function traces only the first form, to find the shapes of the results.
+    The form that runs and its derivatives are traced when the program is lowered. All forms must
+    return the same tree of floating or complex arrays.
     """
     leaves, structure = jax.tree.flatten(args)
 
@@ -42,7 +43,7 @@ def _bind(leaves: Sequence[Any], forms: dict[str, Form]) -> list[Array]:
 
 @by_platform_p.def_impl
 def _run(*leaves, forms: Forms):
-    """Reached where nothing is compiled, under `jax.disable_jit`: the default device decides."""
+    """Runs under `jax.disable_jit`, where nothing is compiled: the default device decides."""
     return _form(forms, jax.default_backend())(*leaves)
 
 
@@ -69,7 +70,7 @@ def _derivative(
 ) -> list[Array]:
     """Binds `derivative(form, inexact arguments, others)` for each form.
 
-    The one that runs is traced.
+    Only the derivative of the form that runs is traced.
     """
 
     def of(form):

@@ -18,12 +18,13 @@ from jax_models.ops.varying import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, LARGE_TILE = 128, 512
-"""Steps of a tile, on a CPU and on accelerators.
+"""The number of steps of a tile on a CPU and on accelerators.
 
-The scores of a small tile stay in a CPU's cache. Accelerators are faster with large products.
+The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
+products.
 """
 FEW_TILES = 6
-"""Up to this number of pairs of tiles, the loop is unrolled."""
+"""The largest number of pairs of tiles for which the loop is unrolled."""
 
 
 class Past(NamedTuple):
@@ -49,16 +50,16 @@ def causal_attention(
     """Computes the `attention` of each step t over the steps `first[t]` … t.
 
     Only the scores of one tile of queries and one tile of keys exist at a time. The softmax is
-    computed with a running maximum and sum, and the backward pass computes the scores again.
-    Memory is therefore linear in the number of steps.
+    computed with a running maximum and sum, and the backward pass recomputes the scores. Memory is
+    therefore linear in the number of steps.
 
     Args:
         q: queries.
-        k: keys. Each head serves `heads / kv_heads` neighboring heads of q.
+        k: keys. Each head is shared by `heads / kv_heads` neighboring heads of q.
         v: values.
-        first: the first step that each step sees; negative if the step sees some of the `past`.
+        first: the first step that each step sees. Negative if the step sees some of the `past`.
         past: the keys and values of earlier steps. They are skipped if no query sees any.
-        window: the most steps that a step sees, including itself.
+        window: the largest number of steps that a step sees, including itself.
 
     """
     check_heads(q, k)
@@ -70,7 +71,7 @@ def causal_attention(
     return _compiled(small, large, (q, k, v, *past[:2]), (first, *past[2:]))
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # otherwise an eager call would compile the scan each time
+@partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
 def _compiled(small: "Tiling", large: "Tiling", floats, masks):
     def of(tiling: Tiling) -> Callable[..., Array]:
         return lambda floats, masks: _attended(tiling, floats, masks)[0]
@@ -127,7 +128,7 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
 
     def softmax(keys: _Keys, row, column) -> _Softmax:
         scores = _scores(queries, keys, row, column)
-        # Finite, so that a score of −∞ has the weight 0, also among others of −∞.
+        # The maximum is kept finite, so that a score of −∞ has weight 0 even if all scores are −∞.
         greatest = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(scores.dtype).min)
         weights = jnp.exp(scores - greatest)
         values = _einsum("bhqk,bhkf->bhqf", weights.astype(v.dtype), _at(keys.v, column))
@@ -172,18 +173,18 @@ def _tangent(tiling: Tiling, residuals, floats):
 def _gradient(tiling: Tiling, residuals, cotangents):
     """The backward pass of `_attended`.
 
-    Computes the weights again from the log-sum-exps, without another maximum and sum.
+    It recomputes the weights from the log-sum-exps, without another maximum and sum.
     """
     ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
     dy, d_log_sum = cotangents
     tile, group = tiling.tile, q.shape[2] // k.shape[2]
-    # The part of the scores' gradient that is the same for all keys of a query.
+    # Compute the part of the scores' gradient that is the same for all keys of a query.
     faulty = ~jnp.isfinite(log_sum)  # steps whose output is NaN, which contribute no gradient
     wide = carry_dtype(q.dtype)
     of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
     of_weights = jnp.where(faulty, 0, tiles(of_weights, tile, group) - d_log_sum)
     dy = jnp.where(faulty, 0, tiles(dy, tile, group))
-    # Transposed once, outside of the loop over tiles.
+    # Transpose once, outside of the loop over tiles.
     queries = _queries(tiling, q, k, masks[0])
     dy_by_feature, q_by_feature = dy.mT, _finite(queries.q).mT
     scale = q.shape[-1] ** -0.5
@@ -207,7 +208,8 @@ def _gradient(tiling: Tiling, residuals, cotangents):
 
         return _loop(add, (dq, _zeros(keys.k.mT), _zeros(keys.v.mT)), pairs)
 
-    # The keys of the sequence, then those of the past, which are skipped if no query sees any.
+    # Add up the gradients of the sequence's keys, then of the past keys, which are skipped if
+    # unseen.
     own = _keys(k, v, _steps(k, masks[0]), tile)
     dq, dk, dv = gradients(own, tiling.own_pairs(), _zeros(queries.q))
     d_past = past_k, past_v
@@ -256,7 +258,8 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     """Divides keys and values into tiles.
 
     If a key or its value is not finite, the key becomes NaN, and so does the output of each query
-    that sees it. The value becomes 0, because for other queries a weight of 0 times NaN is NaN.
+    that sees it. The value becomes 0, because a weight of 0 times NaN would make other queries NaN,
+    too.
     """
     k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
     steps = tiles(steps[..., None, None], tile, 1, NEVER).mT
@@ -264,7 +267,7 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
 
 
 def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
-    """Returns the scores. Keys that a query does not see have −∞."""
+    """Returns the scores of a pair of tiles. Keys that a query does not see have the score −∞."""
     scores = _einsum("bhqf,bhkf->bhqk", _at(queries.q, row), _at(keys.k, column))
     steps = _at(keys.steps, column)
     seen = (steps >= _at(queries.first, row)) & (steps <= _at(queries.last, row))

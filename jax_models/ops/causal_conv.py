@@ -1,4 +1,4 @@
-"""The causal depthwise convolution, and the window of past inputs under it."""
+"""The causal depthwise convolution, and the window of past inputs that it reads."""
 
 import dataclasses
 from typing import NamedTuple, Unpack
@@ -30,8 +30,8 @@ def causal_conv(
 ) -> tuple[Float[Array, "batch time features"], CausalConv1DState]:
     """`y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias`: the kernel's last row weighs the current input.
 
-    Inputs from before the sequence come from the state; those of another document (before a
-    `reset`) count as zero. Computed in the dtype of x.
+    Inputs from before the sequence come from the state. Inputs of another document (before a
+    `reset`) count as zero. The convolution is computed in the dtype of x.
     """
     window, state = delayed(x, state, **masks)
     y = jnp.broadcast_to(bias, x.shape)
@@ -48,10 +48,11 @@ def delayed(
 ) -> tuple[list[Float[Array, "batch time features"]], CausalConv1DState]:
     """`[x_{t−K+1}, …, x_{t−1}, x_t]`, each as long as x, and the last K−1 inputs of each row.
 
-    With a `time_axis`, a device gets the last inputs of the one before it.
+    With a `time_axis`, each device receives the last inputs of the device before it.
     """
     rows = given_rows(masks)
     time, past = x.shape[1], state.inputs.shape[2]
+    # Over devices, the window of the first steps comes from the device before this one.
     if rows.time_axis is not None:
         if time < past:
             raise ValueError(
@@ -64,11 +65,13 @@ def delayed(
         before = CausalConv1DState(of_device_before(own, first, rows.time_axis))
         taps, _ = delayed(x, before, rows=of_device)
         return taps, CausalConv1DState(lax.all_gather(own, rows.time_axis)[-1])
+    # Each tap is a slice of the past and present inputs. The new state is the end of each row.
     inputs = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2).astype(x.dtype), x], axis=1)
     taps = [inputs[:, delay : delay + time] for delay in range(past + 1)]
     ends = jnp.full(x.shape[:1], time) if rows.lengths is None else rows.lengths
     index = ends[:, None] + jnp.arange(past, dtype=ends.dtype)[None]
     last = jnp.take_along_axis(inputs, index[..., None], axis=1)
+    # Zero the inputs of other documents, both in the taps and in the new state.
     if rows.reset is not None:
         document = jnp.pad(jnp.cumsum(rows.reset, axis=1), ((0, 0), (past, 0)))
         taps = [

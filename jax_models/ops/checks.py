@@ -22,25 +22,25 @@ KINDS = {
     Int: (jnp.integer, "an integer dtype"),
     Bool: (jnp.bool_, "dtype bool"),
 }
-"""The dtypes that an annotation allows: their common type, and their name in an error."""
+"""The dtypes that each annotation allows: their common type, and their name in an error."""
 
 LARGEST_SIZE = 2**28 - 1
-"""XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
+"""The largest size. XLA crashes if a kernel, a product of two sizes, exceeds 2⁶³ bytes."""
 
 
 def wrong_shape(name: str, expected: Any, shape: tuple[int, ...]) -> ValueError:
-    """The error of an array of another shape; an expected size may be a name."""
+    """Returns the error for an array of the wrong shape. An expected size may be a name."""
     expected = f"({', '.join(map(str, expected))}{',' if len(expected) == 1 else ''})"
     return ValueError(f"{name}: expected shape {expected}, got {shape}")
 
 
 def as_array(name: str, value: Any, convert: Callable[[Any], Any] = jnp.asarray) -> Any:
-    """An array of JAX's, or of NumPy's by `np.asarray`, from one or from what is like one.
+    """Converts a value to a JAX array, or with `convert=np.asarray`, to a NumPy array.
 
-    Lists are, and tensors of other libraries.
+    The value may be an array, a list, or a tensor of another library.
 
     Raises:
-        TypeError: it is none, as a list of rows of several lengths is none.
+        TypeError: the value is not an array, such as a list of rows of different lengths.
 
     """
     try:
@@ -50,9 +50,10 @@ def as_array(name: str, value: Any, convert: Callable[[Any], Any] = jnp.asarray)
 
 
 def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | None = None) -> Array:
-    """An array of one of the `KINDS` and, if given, of a shape; NumPy's as JAX's, but of integers.
+    """Returns an array of one of the `KINDS` and, if given, of this shape, or raises an error.
 
-    Integers stay in NumPy, so that their values can be checked before JAX cuts them to 32 bits.
+    NumPy arrays become JAX arrays, except for integers: their values must be checked before JAX
+    truncates them to 32 bits.
     """
     dtype = getattr(value, "dtype", None)
     if not isinstance(value, jax.Array) and not isinstance(dtype, np.dtype):
@@ -72,10 +73,11 @@ def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | Non
 def lengths_within(
     lengths: Int[ArrayLike, " batch"], time: int
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"] | None]:
-    """`lengths` as int32 in 0 … time, and the rows whose results are to be NaN.
+    """Returns `lengths` as int32 in 0 … time, and a mask of rows whose results must become NaN.
 
-    Under `jit`, where the values are unknown, a length outside is replaced by the nearest inside,
-    and the results of its row become NaN. Elsewhere it raises an error.
+    Under `jit`, where the values are unknown, a length outside that range is replaced with the
+    nearest inside, and the mask marks its row. Outside `jit`, it raises an error, and the mask is
+    None.
     """
     if isinstance(lengths, Tracer):
         dtype = lengths.dtype if lengths.dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
@@ -90,7 +92,7 @@ def lengths_within(
 
 
 def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
-    """A tree of arrays, all but the integers NaN in some rows of the batch."""
+    """Sets some rows of the batch to NaN in all arrays of a tree that are not integers."""
 
     def nan(array: Array, axis: int) -> Array:
         if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -102,7 +104,7 @@ def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
 
 
 def checked_integer(name: str, value: Any, expected: str = "an integer") -> Any:
-    """An integer of any type as int; a symbolic dimension as it is."""
+    """Returns an integer of any type as int, and a symbolic dimension unchanged."""
     if is_symbolic_dim(value):
         return value
     try:
@@ -114,7 +116,7 @@ def checked_integer(name: str, value: Any, expected: str = "an integer") -> Any:
 
 
 def checked_count(name: str, count: Any) -> int:
-    """An integer of at least 0."""
+    """Returns an integer that is at least 0, or raises an error."""
     count = checked_integer(name, count)
     if count < 0:
         raise ValueError(f"{name}: expected at least 0, got {count}")
@@ -122,7 +124,7 @@ def checked_count(name: str, count: Any) -> int:
 
 
 def checked_size(name: str, size: Any, largest: float = LARGEST_SIZE) -> int:
-    """A positive integer."""
+    """Returns a positive integer, or raises an error."""
     size = checked_integer(name, size, "a positive integer")
     if size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size}")
@@ -132,7 +134,7 @@ def checked_size(name: str, size: Any, largest: float = LARGEST_SIZE) -> int:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """A finite real number."""
+    """Returns a finite real number as a float, or raises an error."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     try:
         number = float(value) if is_number and not isinstance(value, bool) else math.nan
@@ -144,7 +146,7 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def checked_positive(name: str, value: Any) -> float:
-    """A positive number."""
+    """Returns a positive number as a float, or raises an error."""
     value = checked_number(name, value)
     if value <= 0:
         raise ValueError(f"{name}: expected a positive number, got {value}")
@@ -152,7 +154,7 @@ def checked_positive(name: str, value: Any) -> float:
 
 
 def checked_rate(name: str, rate: Any) -> float:
-    """A rate, of dropout or of decay: in [0, 1)."""
+    """Returns a rate in [0, 1), such as that of dropout, or raises an error."""
     rate = checked_number(name, rate)
     if not 0 <= rate < 1:
         raise ValueError(f"{name}: expected 0 ≤ rate < 1, got {rate}")
@@ -160,27 +162,27 @@ def checked_rate(name: str, rate: Any) -> float:
 
 
 def check_divides(name: str, count: int, whole: str, size: int) -> None:
-    """Refuse a number of parts into which a size cannot be divided equally."""
+    """Raises an error if a size cannot be divided into `count` equal parts."""
     if size % count:
         raise ValueError(f"{name}: expected a divisor of {whole}={size}, got {count}")
 
 
 def checked_bool(name: str, value: Any) -> bool:
-    """A bool, Python's or NumPy's."""
+    """Returns a bool of Python or NumPy as a Python bool, or raises an error."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
 
 
 def checked_choice(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
-    """One of the choices."""
+    """Returns one of the choices, or raises an error."""
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
     return value
 
 
 def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """A dtype that can be computed in."""
+    """Returns one of the supported floating dtypes, or raises an error."""
     try:
         found = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
@@ -213,7 +215,7 @@ SCALARS: dict[Any, Callable[[str, Any], Any]] = {
 
 
 def described(value: Any) -> str:
-    """A value, or a NamedTuple's type, in an error."""
+    """Describes a value or the type of a NamedTuple in an error message."""
     if isinstance(value, type) and not hasattr(value, "_fields"):
         return f"the class {value.__name__}"
     if hasattr(value, "_fields"):

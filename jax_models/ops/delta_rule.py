@@ -25,7 +25,7 @@ DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_int
 CHUNKS = 8
 """The backward pass stores one state every 8 chunks and recomputes the others."""
 GONE = -1e5
-"""A log decay whose exponential is zero in every dtype. Lower ones, as −∞, are raised to it."""
+"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, become this one."""
 
 
 @checked()
@@ -55,8 +55,8 @@ def delta_rule(
 
         y_t = (S_{t−1} + v_t (u ⊙ k_t)ᵀ) r_t
 
-    These layers are special cases. r is their query, times its scale, and each step and head has a
-    decay α and a rate β:
+    The following layers are special cases. r is their query times its scale. Each step and head has
+    a decay α and a rate β:
 
     - RWKV-7: a = −κ̂, b = κ̂ ⊙ η, where κ̂ is the removal key and η the in-context learning rate.
     - DeltaNet: log_w = 0, a = k, b = −βk, and βk takes the place of k. Gated DeltaNet differs in
@@ -74,37 +74,40 @@ def delta_rule(
         b: the key with which the correction is written.
         state: S before the first step. None: zero.
         u: the bonus of the current step. None: y reads the state after the step.
-        min_log_w: a lower bound; a log_w below it is raised to it. If it is near 0 (RWKV-7's is
+        min_log_w: a lower bound, to which a smaller log_w is raised. If it is near 0 (RWKV-7's is
             −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
         method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
             kernel of a TPU (`ops.kernels.matrix_scan`); "pallas_interpreted" runs that kernel in an
-            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and below
-            16 steps, and chunked elsewhere, since the kernel was not measured yet. With a symbolic
-            number of steps, every method is sequential. All compute in at least float32, with the
-            highest precision on a TPU. The backward pass stores √time states if sequential, or all
-            of them if they take at most 4 MiB; one every 128 steps if chunked; and one every 16 in
-            kernels. Unless the method is sequential or `reset` is given, a NaN also reaches the
-            outputs of up to 15 steps before it.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts from
-            zero. The steps of a device turn S into `S M + E`. The devices exchange M and E, so that
-            each can compute the S before its own steps and run from there.
+            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU or with
+            fewer than 16 steps, and chunked otherwise. It never chooses the kernel, whose speed has
+            not been measured yet. With a symbolic number of steps, every method is sequential. All
+            methods compute in at least float32, with the highest precision on a TPU. For the
+            backward pass, "sequential" stores √time states, or all of them if they take at most 4
+            MiB, "chunked" stores one every 128 steps, and the kernels store one every 16 steps.
+            Unless the method is sequential or `reset` is given, a NaN also reaches the outputs of
+            up to 15 steps before it.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
+            restarts from zero. With a `time_axis`, the steps of a device turn S into `S M + E`. The
+            devices exchange M and E, so that each can compute the S before its own steps and run
+            from there.
 
     Returns:
-        All y (those beyond `lengths` are meaningless) and the last S, in at least float32.
+        All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: when the program is lowered, "pallas" has no kernel for this device,
-            dtype, division over devices or head size. Also if the second derivative of "pallas" is
-            taken, or `lengths` are given with a `time_axis`.
-        TypeError: an array has another kind of dtype, only one of a and b is given, or u is given
-            with them.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
+            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
+            device, dtype, division over devices or head size.
+        TypeError: the dtype of an array is of another kind, only one of a and b is given, or u is
+            given together with a and b.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
             there is no such method.
 
     Source: Peng et al. 2025 (RWKV-7, arXiv 2503.14456); Peng et al. 2024 (RWKV-6, 2404.05892).
 
     """
+    # Check the combinations of arguments that the annotations do not cover.
     rows = given_rows(masks)
     if (a is None) != (b is None):
         raise TypeError("a, b: expected both or neither")
@@ -112,17 +115,20 @@ def delta_rule(
         raise TypeError("u: expected None where there are a and b, which read the state before")
     if min_log_w is not None and min_log_w > 0:
         raise ValueError(f"min_log_w: expected at most 0, got {min_log_w}")
+    # Compute in the widest dtype of the arguments, and leave early if there is nothing to compute.
     batch, time, heads, _ = k.shape
     dtype = common_carry_dtype(*(x for x in (r, log_w, k, v, a, b, state, u) if x is not None))
     if state is None:
         state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
+    # Chunks need a known number of steps, and are slower for fewer steps than one chunk has.
     if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
     state, u = state.astype(dtype), u if u is None else u.astype(dtype)
     run = partial(_run, method, min_log_w, rows)
+    # Over devices, find the state before this device's steps first, and then run from there.
     if rows.time_axis is None:
         return run(steps, state, u)
     state, last = _device_states(run, rows.time_axis, steps, state)
@@ -179,7 +185,7 @@ _compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
 def _without_faults(
     xs: Steps, state: Array, restart: Bool[Array, "batch time"]
 ) -> tuple[Steps, Array, tuple[Array, Array]]:
-    """Sets what is not finite to zero, and returns which outputs and last states must be NaN.
+    """Zeroes steps and states that are not finite, and marks the results that must become NaN.
 
     A step that restarts multiplies the state by zero, and zero times NaN would carry a NaN from one
     document to the next.

@@ -1,4 +1,4 @@
-"""Some steps of the delta rule as products of matrices, in JAX and inside of its kernels."""
+"""A chunk of steps of the delta rule as matrix products, both in JAX and inside Pallas kernels."""
 
 import dataclasses
 from functools import partial
@@ -11,36 +11,42 @@ from jaxtyping import Array
 
 LEVELS = 4
 CHUNK = 2**LEVELS
-"""Steps that are computed as products of matrices. Of 64 float32 loses more than torch's loop."""
+"""The number of steps that are computed by matrix products. With 64, float32 would lose more
+accuracy than torch's loop.
+"""
 LARGEST_EXPONENT = 40.0
-"""The largest exponent of a factor. The products of two, summed over the keys, stay finite."""
+"""The largest exponent of a factor, for which products of two factors, summed over keys, are
+finite.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some steps as products of matrices, (…, step, features); a step of `matrix_scan`.
+    """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
 
-    With S₀ before them, the log decay before and behind each step and of all steps, and the scores
-    A that step t reads of the steps i < t (r of i ≤ t, where it reads after its step):
+    S₀ is the state before the chunk. `before`, `behind` and `all` are sums of log decays: over the
+    steps before each step, over the steps after it, and over all steps. The scores A say how
+    strongly step t reads the steps i < t. If r reads the state after its step, its scores also
+    include i = t:
 
         U = (I − A_ab)⁻¹ ((a ⊙ e^before) S₀ᵀ + A_ak V),   U_t = S_{t−1} a_t
         Y = (r ⊙ e^before) S₀ᵀ + A_rb U + A_rk V
         S = S₀ diag(e^all) + Uᵀ (b ⊙ e^behind) + Vᵀ (k ⊙ e^behind)
 
-    Where r reads after its step, r ⊙ w stands for it.
+    If r reads the state after its step, r ⊙ w takes the place of r.
     """
 
     reads_after: bool
     bounded: bool
-    """No exponential of a chunk's log decay overflows, with either sign."""
+    """Whether no exponential of a chunk's log decay, with either sign, can overflow."""
 
     def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
-        """The state after the steps, and their outputs."""
+        """Returns the state after the steps, and their outputs."""
         after, y = across(state, *self.within(*xs))
         return after, (y,)
 
     def within(self, r, log_w, k, v, a=None, b=None) -> tuple[Array, ...]:
-        """The part without the state: U and Y as products with S₀ᵀ, and the added terms."""
+        """Computes all that does not need the state: factors of S₀ᵀ in U and Y, and added terms."""
         decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
         scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
         of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
@@ -58,25 +64,26 @@ class _Decays(Protocol):
     """The decays of a chunk, applied to the keys that read and write its states."""
 
     fade: Array
-    """The decay of all steps, e^all."""
+    """The product of the decays of all steps, e^all."""
 
     def of_start(self, readers: Array, reads_after: bool) -> Array:
-        """The readers of the chunk's first state: times e^before."""
+        """Multiplies the keys that read the chunk's first state by e^before."""
         ...
 
     def to_end(self, writers: Array) -> Array:
-        """The writers of the chunk's last state: times e^behind."""
+        """Multiplies the keys that write to the chunk's last state by e^behind."""
         ...
 
     def scores(self, readers: Array, writers: Array, reads_after: bool) -> Array:
-        """How strongly each step t reads the values that the steps i < t (or i ≤ t) wrote."""
+        """Returns how strongly each step t reads the values that steps i < t (or i ≤ t) wrote."""
         ...
 
 
 class _FactoredDecays(_Decays):
-    """With e^total of the steps up to each one: between i and t it is e^total_t · e^−total_i.
+    """Factors the decay between the steps i and t into e^total_t · e^−total_i.
 
-    No exponential overflows where the log decays are bounded.
+    `total` is the sum of the log decays up to a step. No exponential overflows if the log decays
+    are bounded.
     """
 
     def __init__(self, log_w: Array) -> None:
@@ -99,10 +106,10 @@ class _FactoredDecays(_Decays):
 
 
 class _BlockwiseDecays(_Decays):
-    """In pairs of blocks of steps, t in the second and i in the first of them.
+    """Computes the decays for pairs of blocks of steps, with t in the second and i in the first.
 
-    From the second block's start to t, and from i to the first one's end, no log decay is positive
-    and no exponential overflows. Blocks of 1, 2, 4, … steps make all pairs.
+    From the start of the second block to t, and from i to the end of the first block, no log decay
+    is positive, so no exponential overflows. Blocks of 1, 2, 4, … steps cover all pairs of steps.
     """
 
     def __init__(self, log_w: Array) -> None:
@@ -137,7 +144,7 @@ class _BlockwiseDecays(_Decays):
 
 
 def across(state, fade, of_start, y, v, k, *corrections):
-    """The state after the steps, and their outputs, from what needs no state."""
+    """Returns the state after the steps, and their outputs, given the results of `Chunk.within`."""
     after = state * fade + _einsum("...tv,...tk->...vk", v, k)
     if corrections:
         u_of_start, u, b = corrections
@@ -147,18 +154,18 @@ def across(state, fade, of_start, y, v, k, *corrections):
 
 
 def is_bounded(min_log_w: float | None) -> bool:
-    """Can the decays of a chunk be factored, if no log decay is below this?"""
+    """Whether the decays of a chunk can be factored if no log decay is below `min_log_w`."""
     return min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
 
 
 def _step_and_other() -> tuple[Array, Array]:
-    """Steps t along the rows of a matrix, i along its columns."""
+    """Returns the steps t along the rows of a matrix, and the steps i along its columns."""
     t, i = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     return t, i
 
 
 def _pairs(level: int) -> Array:
-    """Marks t in the second and i in the first of each two blocks of 2^level steps."""
+    """Marks pairs with t in the second and i in the first of two blocks of 2^level steps."""
     t, i = _step_and_other()
     t, i = t >> level, i >> level
     return (t & 1 == 1) & (t == i + 1)
@@ -166,22 +173,23 @@ def _pairs(level: int) -> Array:
 
 @jax.custom_jvp
 def _inverse(scores: Array) -> Array:
-    """(I − scores)⁻¹ of scores that are 0 for i ≥ t: of pairs of blocks, from those of the blocks.
+    """(I − scores)⁻¹ for scores that are 0 if i ≥ t, from the inverses of ever larger blocks.
 
-    The powers of the scores, whose sum it is, may be much larger than it.
+    The inverse is also the sum of the powers of the scores, but these can be much larger than their
+    sum.
     """
     t, i = _step_and_other()
     inverse = jnp.broadcast_to((i == t).astype(scores.dtype), scores.shape)
     for level in range(LEVELS):
         pairs = jnp.broadcast_to(_pairs(level), scores.shape)
         between = _product(_product(inverse, jnp.where(pairs, scores, 0)), inverse)
-        inverse = jnp.where(pairs, between, inverse)  # libtpu 0.0.42 fails on the sum, on a v6e
+        inverse = jnp.where(pairs, between, inverse)  # on a v6e, libtpu 0.0.42 fails on a sum
     return inverse
 
 
 @_inverse.defjvp
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """Its derivative, (I − A)⁻¹ dA (I − A)⁻¹."""
+    """The derivative of the inverse, (I − A)⁻¹ dA (I − A)⁻¹."""
     (scores,), (d_scores,) = primals, tangents
     inverse = _inverse(scores)
     return inverse, _product(_product(inverse, d_scores), inverse)
@@ -193,16 +201,16 @@ def _scores(readers: Array, writers: Array) -> Array:
 
 
 def _only(pairs: Array, scores: Array) -> Array:
-    """The scores of some pairs of steps, 0 of the others."""
+    """Keeps the scores of some pairs of steps, and sets the others to 0."""
     return jnp.where(jnp.broadcast_to(pairs, scores.shape), scores, 0)
 
 
 def _sums(which: Array, x: Array) -> Array:
-    """Sums over some of a chunk's steps: a product with ones and zeros."""
+    """Sums over some of a chunk's steps, as a product with a matrix of ones and zeros."""
     return _product(which.astype(x.dtype), x)
 
 
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-"""A product of matrices. XLA's CPU backend fails on arrays of more than eight axes."""
+"""A matrix product. XLA's CPU backend fails on arrays of more than eight axes."""
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-"""For products with a transposed array, so that the backward pass keeps no transposed one."""
+"""A product with a transposed array, of which the backward pass does not store the transpose."""

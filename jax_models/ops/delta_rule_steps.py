@@ -15,7 +15,7 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
 
 FEW_STATES = 2**22
-"""In bytes. If all states take at most this much, storing them is faster than recomputing."""
+"""A size in bytes. If all states take no more than this, storing beats recomputing them."""
 
 
 class Steps(NamedTuple):
@@ -69,8 +69,8 @@ def _sequential_jvp(reads_after: bool, primals, tangents):
 def by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
     """Computes the same as `sequential`, in a form that is fast to differentiate.
 
-    The state before each of √time segments is stored for the backward pass, which recomputes those
-    within a segment. If all states take at most `FEW_STATES`, all are stored.
+    For the backward pass, only the state before each of √time segments is stored. The states within
+    a segment are recomputed. If all states take at most `FEW_STATES`, all are stored.
     """
     time, state = xs.k.shape[1], state.mT
     xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
@@ -166,7 +166,7 @@ def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array
 
 
 def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array, Array | None]:
-    """Does the same along the axis of the values."""
+    """Does the same as `_read_by_both` along the axis of the values."""
     if u is None:
         return _einsum("bhkv,bhv->bhk", state, v), None
     found = _einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))

@@ -11,9 +11,10 @@ from jax_models.ops.arguments import checked
 
 @checked()
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x Φ(x)`, where Φ is the distribution function of the standard normal: the exact gelu.
+    """The exact GELU, `x Φ(x)`, where Φ is the distribution function of the standard normal.
 
-    `jax.nn.gelu(x, approximate=False)` has no derivative inside `jax.shard_map` in jax 0.12.
+    It replaces `jax.nn.gelu(x, approximate=False)`, which in jax 0.12 has no derivative inside
+    `jax.shard_map`.
     """
     return x * normal_cdf(x)
 

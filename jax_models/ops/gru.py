@@ -29,7 +29,7 @@ def gru(
     reset_after: bool = True,
     **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
-    """Runs a GRU as torch does, with its gates side by side in the order r, z, n.
+    """Runs a GRU over a sequence, with its gates side by side in the order r, z, n, as in torch.
 
         r = σ(x_t W_ir + b_ir + h_{t−1} W_hr + b_hr)
         z = σ(x_t W_iz + b_iz + h_{t−1} W_hz + b_hz)

@@ -40,7 +40,7 @@ def hyper_lstm(
     d_bias: Float[Array, " 4*hidden"],
     **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], HyperLSTMState]:
-    """The HyperLSTM, its gates side by side in the order i, f, g, o.
+    """Runs a HyperLSTM over a sequence, with its gates side by side in the order i, f, g, o.
 
         ĥ_t, ĉ_t = the layer-normalized LSTM of [h_{t−1}, x_t], ĥ_{t−1} and ĉ_{t−1}
         z_h, z_x, z_b = ĥ_t W_z + b_z       each with a part for each gate; z_b has no bias
@@ -48,11 +48,14 @@ def hyper_lstm(
         i, f, g, o = d_h ⊙ (h_{t−1} W_hh) + d_x ⊙ (x_t W_ih) + d_b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
-    The columns of W_z and D are those of h, x and b one after the other. What depends on x alone is
-    one product over all steps, and so is the gradient of each weight. `masks` are `lengths`,
-    `reset` and `reverse`, as in `ScanMasks`.
+    The columns of W_z and D are those of h, then of x, then of b. The products that depend on x
+    alone are computed for all steps at once, and so is the gradient of each weight. `masks` are
+    `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
+    # The loop multiplies the hyper network's concatenated state by one matrix, so the rows of its
+    # input kernel that read h join the recurrent kernel. Zeros stand for the biases that z_b, d_h
+    # and d_x do not have.
     products = {
         "hyper gates": Product(
             jnp.concatenate([hyper_kernel_ih[:hidden], hyper_kernel_hh]),

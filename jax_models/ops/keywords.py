@@ -142,15 +142,15 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
 """Argument names of other packages, and our arguments for them, the likeliest first.
 
 The names are those of PyTorch, Flax, Keras, Equinox and transformers. A hint after one of our
-arguments says how it differs. A sentence in its place says what to do instead.
+arguments explains the difference. If we have no such argument, a sentence says what to do instead.
 """
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a function's error for an unknown argument suggest the one that was meant.
 
-    The arguments are compared with the signature only after a TypeError, so that a valid call, such
-    as a step of a small layer, takes no longer.
+    The arguments are compared with the signature only after a TypeError, so that valid calls, such
+    as a step of a small layer, are not slowed down.
     """
     signature = inspect.signature(function)
 
@@ -168,7 +168,7 @@ def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Param
 def refuse_unknown(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Raises a TypeError if arguments, by position or by name, are not in the signature."""
+    """Raises a TypeError if positional or keyword arguments do not fit the signature."""
     known = {k: p.kind for k, p in signature.parameters.items() if k != "self"}
     count = len(args)
     if "self" in signature.parameters:

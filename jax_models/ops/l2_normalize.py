@@ -21,7 +21,7 @@ def l2_normalize(x: Float[Array, "*shape"], *, epsilon: Positive = 1e-6) -> Floa
     that a zero vector, such as the key of a padded step, has the gradient 1 / √ε instead of NaN.
 
     Args:
-        x: the vectors; computed in at least float32.
+        x: the vectors. The computation is in at least float32.
         epsilon: ε.
 
     Returns:

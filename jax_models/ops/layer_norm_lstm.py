@@ -34,7 +34,7 @@ def layer_norm_lstm(
     norms: LSTMNorms,
     **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], LSTMState]:
-    """The layer-normalized LSTM, its gates side by side in the order i, f, g, o.
+    """Runs a layer-normalized LSTM, with its gates side by side in the order i, f, g, o.
 
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
@@ -58,7 +58,7 @@ def layer_norm_cell(
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(LN(c_t))
 
-    c_t is carried as it is: only h_t sees it normalized.
+    c_t itself is carried without normalization. Only h_t is computed from the normalized c_t.
     """
     scale, shift = norms.gate_scale.reshape(4, -1), norms.gate_bias.reshape(4, -1)
     i, f, g, o = jnp.unstack(

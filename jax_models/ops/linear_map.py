@@ -1,4 +1,4 @@
-"""A linear function that brings its own transpose, for derivatives in both modes, of any order."""
+"""Linear functions with a given transpose, differentiable in both modes and to any order."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,8 +13,9 @@ from jaxtyping import Array
 from jax_models.ops.varying import match_varying_axes
 
 LinearFunction = Callable[..., Any]
-"""`f(*static, residuals, x)`, linear in x. Pass a module-level function, because JAX reuses what it
-compiled for the same function and equal static arguments."""
+"""`f(*static, residuals, x)`, linear in x. Pass a module-level function, because JAX reuses
+compiled programs for the same function and equal static arguments.
+"""
 
 
 def linear_map(
@@ -22,9 +23,10 @@ def linear_map(
 ) -> Any:
     """Applies `function` to static arguments, residuals and x, with `transpose` as its transpose.
 
-    Unlike `jax.custom_derivatives.linear_call` it can be differentiated in the residuals and
-    mapped by `vmap`. The x may be any tree of floating arrays, the residuals any tree of arrays.
-    A `jax.custom_jvp` rule that returns such a map has the transpose as its reverse mode.
+    Unlike `jax.custom_derivatives.linear_call`, it can be differentiated with respect to the
+    residuals and mapped by `vmap`. x may be any tree of floating arrays, and the residuals any tree
+    of arrays. If a `jax.custom_jvp` rule returns the result of such a map, reverse mode uses
+    `transpose`.
     """
     structure = jax.tree.structure(x)
     residual_leaves, residual_structure = jax.tree.flatten(residuals)
@@ -36,7 +38,7 @@ def linear_map(
 
 
 class _Map(NamedTuple):
-    """A function, its transpose, their static arguments, and the trees of residuals, x and y."""
+    """A function, its transpose, their static arguments, and the structures of all trees."""
 
     function: LinearFunction
     transpose: LinearFunction
@@ -46,7 +48,7 @@ class _Map(NamedTuple):
     y: Any
 
     def split(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The residuals' leaves and those of x."""
+        """Splits leaves into those of the residuals and those of x."""
         return leaves[: self.residuals.num_leaves], leaves[self.residuals.num_leaves :]
 
     def __call__(self, *leaves: Array) -> list[Array]:
@@ -55,7 +57,7 @@ class _Map(NamedTuple):
         return jax.tree.leaves(self.function(*self.static, *trees))
 
     def transposed(self) -> "_Map":
-        """The map from y to x."""
+        """Returns the transposed map, from y to x."""
         return self._replace(function=self.transpose, transpose=self.function, x=self.y, y=self.x)
 
 
@@ -81,14 +83,17 @@ mlir.register_lowering(
 
 
 def _jvp(primals, tangents, *, map: _Map):
-    """Linear in the tangents of x; the residuals' go through the function itself."""
+    """Maps the tangents of x, and adds the derivative with respect to the residuals."""
     residuals, x = map.split(primals)
     residual_tangents, x_tangents = map.split(tangents)
+    # The result is linear in x, so the tangents of x go through the same map.
     y = linear_map_p.bind(*primals, map=map)
     y_tangents = []
     if not all(type(t) is ad.Zero for t in x_tangents):
         x_tangents = [ad.instantiate_zeros(t) for t in x_tangents]
         y_tangents.append(linear_map_p.bind(*residuals, *x_tangents, map=map))
+    # The residuals need not enter linearly, so differentiate the function with respect to those
+    # whose tangents are not zero.
     moving = [i for i, t in enumerate(residual_tangents) if type(t) is not ad.Zero]
     if moving:
 
@@ -118,7 +123,7 @@ def _transpose(cotangents, *leaves, map: _Map):
 
 
 class _Batched(NamedTuple):
-    """A linear function under `vmap`: all of x is mapped, of the residuals those with an axis."""
+    """A linear function under `vmap`: all of x is mapped, and residuals with a mapped axis."""
 
     function: LinearFunction
     axes: tuple[int | None, ...]

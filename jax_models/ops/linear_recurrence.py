@@ -1,4 +1,4 @@
-"""The diagonal linear recurrence, in the forms that suit each device."""
+"""The diagonal linear recurrence, computed by the method that suits the device."""
 
 from functools import partial
 from typing import Unpack
@@ -28,41 +28,41 @@ def linear_recurrence(
 ) -> tuple[Inexact[Array, "batch time features"], Inexact[Array, "batch features"]]:
     """`h_t = a_t ⊙ h_{t−1} + b_t` for t = 0 … T−1, or `a_t ⊙ h_{t+1} + b_t` with `reverse`.
 
-    The gradient is the same recurrence run the other way, and is computed so, by the same method:
+    The gradient is the same recurrence in the other direction, and is computed by the same method:
 
         g_t = ∂L/∂h_t + a_{t+1} ⊙ g_{t+1},   ∂L/∂b_t = g_t,   ∂L/∂a_t = g_t ⊙ h_{t−1}
 
-    which keeps a and h, and nothing else, for the backward pass. Forward mode and higher
-    derivatives are linear recurrences, too. Where a_t is 0 nothing of h_{t−1} remains, not even of
-    a NaN. If a or b is complex, so are all h; gradients are JAX's, without conjugation.
+    The backward pass needs only a and h. Forward mode and higher derivatives are linear
+    recurrences, too. If a_t is 0, h_t does not depend on h_{t−1}, even if that is NaN. If a or b is
+    complex, so are all h, and gradients follow JAX's convention, without conjugation.
 
     Args:
-        a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
-            every method finite; a = 0 and a = 1 are exact.
+        a: the factors of the state. The parallel methods multiply factors of several steps, so
+            |a| ≤ 1 keeps every method finite. a = 0 and a = 1 are exact.
         b: the inputs.
-        h0: the state before the first step (with `reverse`, after the last); zeros when None. It is
-            taken in the dtype of the accumulation.
-        reverse: run from the last step to the first.
-        method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
-            deep; "chunked", √T chunks side by side, √T steps each, once for the states between them
-            and once for all states; "pallas", the sequential steps in one kernel of the device
-            (`ops.kernels.row_scan`), of real numbers; "pallas_interpreted", the TPU's kernel in an
-            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and the
-            kernel on a TPU. On an NVIDIA GPU it is the kernel, over chunks if the rows are few.
-            Wherever no kernel can serve, it is associative.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts from
-            zero. With P_t the product of a device's factors up to step t, and h⁰_t its states from
-            zero, `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange
-            the last P and h⁰.
+        h0: the state before the first step (with `reverse`, after the last). None: zeros. It is
+            cast to the dtype of the accumulation.
+        reverse: whether to run from the last step to the first.
+        method: "sequential" runs T steps in place. "associative" is `jax.lax.associative_scan`, of
+            depth O(log T). "chunked" runs √T chunks of √T steps in parallel, first to find the
+            states between chunks, then to compute all states. "pallas" runs the sequential steps in
+            one kernel (`ops.kernels.row_scan`), for real numbers only. "pallas_interpreted" runs
+            the TPU's kernel in an interpreter, which is slow but works anywhere. "auto" is
+            sequential on a CPU and uses the kernel on a TPU and on an NVIDIA GPU, where it divides
+            time into chunks if the rows are few. Where no kernel works, and on a GPU for small
+            arrays, "auto" is associative.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
+            restarts from zero. With a `time_axis`, `h_t = P_t h + h⁰_t` on each device, where h is
+            the state before the device's steps, P_t is the product of its factors up to step t, and
+            h⁰_t is the state if h were zero. The devices exchange their last P and h⁰.
 
     Returns:
-        All h and the last one, in at least float32, in which they are accumulated. The h beyond
-        `lengths` carry no meaning.
+        All h and the last h, computed in at least float32. Each h beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
-            when the program is lowered. Or `lengths` are given with a `time_axis`.
-        TypeError: an array is of another kind of dtype, or h0 is complex while a and b are real.
+        NotImplementedError: `lengths` are given with a `time_axis`. Also when the program is
+            lowered, if "pallas" has no kernel for this device, dtype or division over devices.
+        TypeError: an array is not floating or complex, or h0 is complex while a and b are real.
         ValueError: the shapes differ, a length lies outside 0 … time, or there is no such method.
 
     """
@@ -119,7 +119,7 @@ def _recurrence_jvp(method: LinearRecurrenceMethod, reverse: bool, primals, tang
 
 
 _compiled = jax.jit(_recurrence, static_argnums=(0, 1))
-"""Compiled once for all calls outside of `jax.jit`."""
+"""The recurrence, compiled once for all calls outside of `jax.jit`."""
 
 
 def _tangent(method: LinearRecurrenceMethod, reverse: bool, residuals, tangents):
@@ -131,7 +131,7 @@ def _tangent(method: LinearRecurrenceMethod, reverse: bool, residuals, tangents)
 
 
 def _gradient(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradient):
-    """The transpose of `_tangent`, the recurrence run the other way."""
+    """The transpose of `_tangent`: the recurrence in the other direction."""
     a, h, h0 = residuals
     g = _ahead(method, not reverse, a, h_gradient)
     first = -1 if reverse else 0

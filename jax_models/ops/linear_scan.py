@@ -1,4 +1,4 @@
-"""The forms of the diagonal linear recurrence, each for some devices."""
+"""The methods of the diagonal linear recurrence, each of which suits some devices."""
 
 import math
 from functools import cache, partial
@@ -20,19 +20,21 @@ LinearRecurrenceMethod = Literal[
 ]
 
 BUSY, ENOUGH, SHORTEST = 2**15, 2**14, 32
-"""Measured on an H100: rows × features keep its memory busy if they are at least ENOUGH. Fewer are
-cut into chunks of at least SHORTEST steps, until about BUSY features run side by side."""
+"""Limits measured on an H100. If rows × features is at least ENOUGH, one scan makes full use of its
+memory bandwidth. Otherwise time is divided into chunks of at least SHORTEST steps, until about BUSY
+features run in parallel.
+"""
 
 
 def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
-    """All h. With `ahead`, step t is multiplied by the factor of the step before it in the scan.
+    """Returns all h. With `ahead`, step t uses the factor of the step before it in the scan.
 
-    The first step then has no factor. It needs none, because h0 is zero. A symbolic number of steps
-    runs sequentially: a tree needs to know it.
+    The first step then has no factor. It needs none, because h0 is zero. With a symbolic number of
+    steps, "auto" is sequential, because an associative scan needs to know the number.
     """
     if method == "auto" and is_symbolic_dim(a.shape[1]):
         method = "sequential"
-    # The form for each platform. Only the one that runs is traced.
+    # Choose the method by platform. Only the one that runs is traced.
     if method == "auto":
         forms = {
             "cpu": partial(solve, "sequential", reverse=reverse, ahead=ahead),
@@ -44,7 +46,7 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
             if known_size(*a.shape) >= SHORTEST * ENOUGH:
                 forms["cuda"] = forms["tpu"]
         return by_platform(a, b, h0, **forms)
-    # A kernel that was asked for by name has no fallback.
+    # If the caller asks for a kernel by name, there is no fallback.
     if method in KERNEL_METHODS:
         if jnp.iscomplexobj(h0):
             raise NotImplementedError(
@@ -59,9 +61,10 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
     if method == "chunked":
         count = math.isqrt(a.shape[1] - 1) + 1
         return _in_chunks(_scan_rows, count, a, b, h0, reverse=reverse, ahead=ahead)
-    # The tree has one direction, so factors are moved and time is reversed around it.
+    # The associative scan runs in one direction, so factors are shifted and time is reversed around
+    # it.
     if ahead:
-        first = jnp.zeros_like(a[:, :1])  # not the other end's factor, which may be NaN
+        first = jnp.zeros_like(a[:, :1])  # not the factor at the other end, which may be NaN
         parts = [a[:, 1:], first] if reverse else [first, a[:, :-1]]
         a = jnp.concatenate(parts, axis=1)
     if reverse:
@@ -71,7 +74,7 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
 
 
 def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
-    """One step after the other, each h_t in the place of its b_t."""
+    """Runs one step after the other, and writes each h_t in the place of its b_t."""
     time = a.shape[1]
     behind = (1 if reverse else -1) if ahead else 0
 
@@ -94,7 +97,7 @@ def _in_kernel(fallback, a, b, h0, *, reverse: bool, ahead: bool, interpret: boo
 
 
 def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
-    """The GPU's kernel, over chunks of time if the rows alone are too few to keep a GPU busy."""
+    """Runs the GPU's kernel, over chunks of time if the rows are too few to keep a GPU busy."""
     (a, b), (h0,) = xs, start
     batch, time, features = a.shape
     count = min(BUSY // (batch * features), time // SHORTEST)
@@ -112,14 +115,14 @@ def _step(state, a, b):
 
 
 def _step_ahead(state, a, b):
-    """Carries what the factor makes of h for the step after it."""
+    """Carries the product of h and its factor, which the next step adds to its input."""
     (carried,) = state
     h = carried + b
     return (advance(a, h, 0),), (h,)
 
 
 def _map(state, a, b):
-    """The map `h ↦ P h + E` of all steps so far."""
+    """Extends the map `h ↦ P h + E` of all steps so far by one step."""
     p, e = state
     return (advance(a, p, 0), advance(a, e, b)), ()
 
@@ -141,7 +144,7 @@ _by_kernel = DeviceScan(
 
 @cache
 def _without_kernel(reverse: bool, ahead: bool):
-    """The associative form of a `row_scan`."""
+    """Returns a fallback of `row_scan` by the associative method."""
 
     def scan(start, xs):
         h = solve("associative", *xs, *start, reverse=reverse, ahead=ahead)
@@ -153,39 +156,39 @@ def _without_kernel(reverse: bool, ahead: bool):
 
 
 def advance(a, h, b):
-    """`a h + b`, and b where a is 0, whatever h is."""
+    """`a h + b`, or b if a is 0, even if h is NaN."""
     return jnp.where(a == 0, b, a * h + b)
 
 
 def _combine(first, second):
-    """Two steps as one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
+    """Combines two steps into one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
     (a1, b1), (a2, b2) = first, second
     return advance(a2, a1, 0), advance(a2, b1, b2)
 
 
 def _associative(a, b, h0):
     first = advance(a[:, :1], h0[:, None], b[:, :1])
-    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # so that the products of a are not returned
+    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # includes h0, so only b is needed below
     return lax.associative_scan(_combine, (a, b), axis=1)[1]
 
 
 def _scan_rows(step, start, xs, *, outputs: int, reverse: bool):
-    """As `row_scan`, by `jax.lax.scan`."""
+    """Computes the same as `row_scan` with `jax.lax.scan`."""
     xs = tuple(jnp.moveaxis(x, 1, 0) for x in xs)
     last, ys = lax.scan(lambda state, x: step(state, *x), start, xs, reverse=reverse)
     return [jnp.moveaxis(y, 0, 1) for y in ys], last
 
 
 def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, ahead: bool):
-    """Runs chunks of time side by side, as rows of their own.
+    """Runs chunks of time in parallel, as separate rows.
 
-    The first scan finds what each chunk makes of any state, `h ↦ P h + E`. The second scan runs
-    each chunk from its own state.
+    The first scan finds the map `h ↦ P h + E` from the state before each chunk to the state after
+    it. The second scan runs each chunk from the state before it.
     """
     batch, time, features = a.shape
     size = -(-time // count)
     count = -(-time // size)
-    if padding := count * size - time:  # steps that leave the state as it is
+    if padding := count * size - time:  # steps that do not change the state
         a = jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=1)
         b = jnp.pad(b, ((0, 0), (0, padding), (0, 0)))
     a, b = (x.reshape(batch * count, size, features) for x in (a, b))

@@ -33,10 +33,10 @@ def local_attention(
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
     """Computes the `attention` of each step over itself and the window − 1 steps before it.
 
-    Steps do not see other documents. The window is one more than the state has slots, and T steps
-    cost O(T · window) operations. The backward pass computes the scores again, tile by tile, so the
-    memory is that of q, k and v, plus that of one tile's scores. If a query or anything that it
-    sees is not finite, its output in that head is NaN; the outputs of other steps are unaffected.
+    Steps do not see other documents. The window is the number of slots of the state plus one, and T
+    steps cost O(T · window) operations. The backward pass recomputes the scores, tile by tile, so
+    only q, k, v and the scores of one tile need memory. If a query or anything that it sees is not
+    finite, its output in that head is NaN; the outputs of other steps are unaffected.
 
     With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
     its window. `lengths` must then be None.
@@ -46,10 +46,12 @@ def local_attention(
     def after(piece: tuple[Array, Array, Array | None], state: LocalAttentionState):
         return _written(state, *piece, rows.lengths)
 
+    # Over devices, the keys and values before this device's steps come from the other devices.
     if rows.time_axis is None:
         last = after((k, v, rows.reset), state)
     else:
         state, last = states_between(after, (k, v, rows.reset), state, rows.time_axis)
+    # Steps are numbered relative to the first query, so those of the past are negative.
     slots = state.keys.shape[1]
     positions = positions_after(state.position, q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
@@ -71,7 +73,7 @@ def _written(
     reset: Bool[Array, "batch time"] | None,
     lengths: Int[Array, " batch"] | None,
 ) -> LocalAttentionState:
-    """Returns the state after the steps: each row's last keys and values, of its last document."""
+    """Returns the state after the steps: the last keys and values of each row's last document."""
     batch_size, time, *_ = k.shape
     positions = positions_after(state.position, time, reset)
     position = at_end(state.position, positions + 1, lengths)

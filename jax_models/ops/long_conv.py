@@ -20,11 +20,13 @@ from jax_models.ops.varying import match_varying_axes
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
 FEATURE_PARTS = 4
-"""Without a loop, "twisted" transforms the features in so many parts. XLA's CPU backend runs each
-transform on one core, and several transforms side by side."""
+"""The number of parts into which "twisted" divides the features if it does not loop. XLA's CPU
+backend runs each transform on one core, and several transforms in parallel.
+"""
 LOOP_BELOW, CHUNK_BYTES = 512, 2**17
-"""Transforms of fewer steps than this wait for memory. A loop over chunks of so many bytes keeps
-them in a core's cache."""
+"""Transforms of fewer steps than LOOP_BELOW are limited by memory bandwidth. A loop over chunks of
+CHUNK_BYTES keeps them in a core's cache.
+"""
 
 
 @checked()
@@ -38,28 +40,28 @@ def long_conv(
 ) -> Float[Array, "batch features time"]:
     """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t`, in O(T log T) by FFT.
 
-    Time is the last axis. Computed in at least float32, whatever v and h are in (there is no FFT in
-    bfloat16); y has the dtype of v. If T is not a product of small primes, the transform has the
-    next length that is one. The rounding errors of a step are of the size of its whole row: later
-    steps disturb earlier ones by an ulp of the largest output, and a NaN makes the whole row NaN.
+    Time is the last axis. The computation is in at least float32, because there is no FFT in
+    bfloat16, and y has the dtype of v. If T is not a product of small primes, the inputs are padded
+    to the next length that is. Rounding errors are relative to the largest output of a row: later
+    inputs change earlier outputs by about one ulp of that output, and a NaN makes the whole row
+    NaN.
 
     Args:
         v: the inputs.
-        h: a filter for each feature, the tap of the current input first.
-        skip: the weight of the current input beside the filter.
-        method: "rfft" multiplies the spectra of v and h at length 2T, over whole arrays.
-            "twisted" goes by complex transforms of length T of v and h times e^{iπt/2T}: what a
-            circular convolution wraps around then comes out imaginary. Parts of the features go
-            beside each other, with memory for all of them; of many short rows a few at a time.
-            "auto" is "twisted" on a CPU, "rfft" elsewhere.
-        time_axis: the mesh axis over whose devices the time of v is divided, inside a
-            `jax.shard_map`; h has the taps of all steps. Each device convolves all steps of a part
-            of the features.
+        h: a filter for each feature, starting with the tap of the current input.
+        skip: the factor by which the current input is multiplied and added to the output.
+        method: "rfft" multiplies the spectra of v and h at length 2T, for all features at once.
+            "twisted" multiplies v and h by e^{iπt/2T} and uses complex transforms of length T,
+            because the terms that a circular convolution wraps around then become imaginary. It
+            transforms parts of the features in parallel or, if there are many short rows, in a
+            loop. "auto" is "twisted" on a CPU, and "rfft" elsewhere.
+        time_axis: the mesh axis over which the time of v is divided, inside a `jax.shard_map`. h
+            has the taps of all steps. Each device convolves all steps of a part of the features.
 
     Raises:
         TypeError: v, h or skip is not floating.
-        ValueError: the shapes do not fit each other, the features do not divide over the axis, or
-            there is no such method.
+        ValueError: the shapes do not fit each other, the features cannot be divided equally over
+            the axis, or there is no such method.
 
     """
     if is_symbolic_dim(v.shape[2]):
@@ -79,7 +81,8 @@ def long_conv(
                 f"v: expected features that divide over the {count} devices of the axis "
                 f"{time_axis!r}, got {v.shape[1]}"
             )
-        # Each device exchanges some steps of all features for all steps of some features.
+        # Each device has some steps of all features, and exchanges them for all steps of some
+        # features.
         exchange = partial(jax.lax.all_to_all, axis_name=time_axis, tiled=True)
         part = exchange(v.astype(dtype), split_axis=1, concat_axis=2)
         size = h.shape[0] // count
@@ -109,7 +112,7 @@ def _fft_conv(
 
 
 fft_conv = jax.jit(_fft_conv, static_argnums=0)
-"""The convolution alone, of float32 or float64."""
+"""The convolution without `skip` and casts, in float32 or float64."""
 
 
 @_fft_conv.defjvp
@@ -126,7 +129,7 @@ def _tangent(method: LongConvMethod, residuals, tangents):
 
 
 def _gradient(method: LongConvMethod, residuals, cotangent):
-    """The transpose of `_tangent`: correlations."""
+    """The transpose of `_tangent`, which consists of correlations."""
     v, h = residuals
     v_gradient, h_gradient = _by_method(method, _correlate, v, h[None], cotangent)
     return v_gradient, h_gradient[0]
@@ -145,12 +148,12 @@ def _convolve_each(v, h, d_v, d_h) -> Spectra:
 
 
 def _correlate(v, h, cotangent) -> Spectra:
-    """The cotangent with the filter, and with the inputs of all rows."""
+    """Correlates the cotangent with the filter, and with the inputs of all rows."""
     return cotangent * h.conj(), jnp.sum(cotangent * v.conj(), axis=0, keepdims=True)
 
 
 def _by_method(method: LongConvMethod, product: Callable[..., Spectra], *signals) -> Signals:
-    """The signals whose spectra `product` makes of those of some signals."""
+    """Applies `product` to the spectra of the signals, and transforms the results back."""
     rfft, twisted = partial(_rfft, product), partial(_twisted, product)
     if method == "auto":
         return jax.lax.platform_dependent(*signals, cpu=twisted, default=rfft)
@@ -191,17 +194,17 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
 
 
 def _side_by_side(of_part, signals: Signals, count: int) -> Signals:
-    """`of_part` of each of some parts of the features."""
+    """Applies `of_part` to `count` parts of the features in parallel."""
     parts = zip(*(jnp.array_split(x, count, axis=1) for x in signals), strict=True)
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*starmap(of_part, parts), strict=True))
 
 
 def _in_turn(of_part, signals: Signals, size: int) -> Signals:
-    """`of_part` of `size` features at a time."""
+    """Applies `of_part` to `size` features at a time, in a loop."""
     features = signals[0].shape[1]
 
     def turn(i, outputs):
-        start = i * size  # clamped by both slices: the last part may overlap the one before
+        start = i * size  # both slices clamp it, so the last part may overlap the one before
         part = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in signals)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=1)

@@ -33,7 +33,7 @@ def lstm(
     peephole: Float[Array, " 3*hidden"] | None = None,
     **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """Runs an LSTM as torch does, with its gates side by side in the order i, f, g, o.
+    """Runs an LSTM, with its gates side by side in the order i, f, g, o, as in torch.
 
         i, f, g, o = x_t W_ih + b_ih + h_{t−1} W_hh + b_hh
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)

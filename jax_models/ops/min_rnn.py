@@ -1,4 +1,4 @@
-"""The minimal gated recurrences minGRU and minLSTM, whose gates see the input alone."""
+"""The minimal gated recurrences minGRU and minLSTM, whose gates depend only on the input."""
 
 from typing import NamedTuple, Unpack
 
@@ -29,7 +29,7 @@ def min_gru(
     method: LinearRecurrenceMethod = "auto",
     **masks: Unpack[DividedScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], MinRNNState]:
-    """The minGRU, its gates side by side in the order z, h.
+    """Runs a minGRU over a sequence, with its gates side by side in the order z, h.
 
         z_t = σ(x_t W_z + b_z)
         h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)
@@ -38,7 +38,7 @@ def min_gru(
     """
     gate, candidate = jnp.split(affine(x, kernel, bias), 2, axis=-1)
     z = jax.nn.sigmoid(gate)
-    keep = jax.nn.sigmoid(-gate)  # 1 − z would lose its digits where z is near 1
+    keep = jax.nn.sigmoid(-gate)  # 1 − z would be inaccurate if z is near 1
     h, last = linear_recurrence(keep, z * candidate, state.h, method=method, **masks)
     return h, MinRNNState(last)
 
@@ -53,13 +53,13 @@ def min_lstm(
     method: LinearRecurrenceMethod = "auto",
     **masks: Unpack[DividedScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], MinRNNState]:
-    """The minLSTM, its gates side by side in the order f, i, h.
+    """Runs a minLSTM over a sequence, with its gates side by side in the order f, i, h.
 
         f_t = σ(x_t W_f + b_f),   i_t = σ(x_t W_i + b_i)
         h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
 
-    `masks` are those of `linear_recurrence`. The shares of f and i are quotients of exponentials of
-    numbers ≤ 0, which stay accurate where both gates are tiny.
+    `masks` are those of `linear_recurrence`. The quotients of f and i are computed from
+    exponentials of numbers ≤ 0, which stay accurate if both gates are tiny.
     """
     f, i, candidate = jnp.split(affine(x, kernel, bias), 3, axis=-1)
     keep, let_in = _shares(f, i)

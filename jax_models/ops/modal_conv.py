@@ -20,13 +20,15 @@ from jax_models.ops.time_axis import of_device_before
 from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 32
-"""Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
+"""The steps of a chunk. Longer chunks need more products, and shorter ones need more states."""
 MANY_STATES = 2**20
-"""In complex numbers. On a CPU, storing fewer for the backward pass is faster than using chunks."""
+"""A number of complex numbers. On a CPU, it is faster to store fewer than these for the backward
+pass than to use chunks.
+"""
 
 
 class ModalConvState(NamedTuple):
-    """The state of a modal convolution: a complex number for each mode, as its two parts."""
+    """The state of a modal convolution: the real and imaginary part of each mode."""
 
     modes: Float[Array, "batch features modes 2"]
 
@@ -46,24 +48,26 @@ def modal_conv(
         s_t = λ ⊙ s_{t−1} + v_t
         y_t = Re Σ_n R_n s_{t,n} + skip ⊙ v_t
 
-    λ are the poles and R the residues, n of each feature. Complex numbers are pairs of real ones,
-    the last axis. Computed in at least float32; y has the dtype of v.
+    λ are the poles and R the residues, n for each feature. Complex numbers are stored as pairs of
+    real numbers along the last axis. The computation is in at least float32, and y has the dtype of
+    v.
 
     On a CPU, the steps run one after the other. Time is divided into chunks of 32 steps on other
-    devices, when the number of steps is symbolic, with a `time_axis`, and under differentiation if
-    the states of all steps would take much memory. A product with the taps computes what a chunk
-    contributes to its own outputs, and `linear_recurrence` computes the states between chunks, so
-    the states take 2n/32 of the memory of v. A NaN reaches all steps of its chunk. With `reset`, a
-    chunk is one step, and the states take 2n times the memory of v.
+    devices, with a `time_axis`, and under differentiation if the states of all steps would take
+    much memory. If the number of steps is symbolic, a chunk is one step. A product with the taps
+    computes what a chunk contributes to its own outputs, and `linear_recurrence` computes the
+    states between chunks, so the states take 2n/32 of the memory of v. A NaN reaches all steps of
+    its chunk. With `reset`, a chunk is one step, and the states take 2n times the memory of v.
 
     Args:
         v: the inputs.
         state: the modes before the first step.
         poles: |λ| ≤ 1 for a filter that does not grow.
         residues: the weights of the modes.
-        skip: the weight of the current input beside the filter.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. With a time axis, chunks
-            are of the largest power of two, up to 32, that divides the steps of a device.
+        skip: the factor by which the current input is multiplied and added to the output.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. With a time axis, the
+            size of a chunk is the largest power of two, up to 32, that divides the number of steps
+            of a device.
 
     Raises:
         NotImplementedError: `lengths` are given with a `time_axis`.
@@ -99,7 +103,7 @@ def _modal_conv_jvp(primals, tangents):
     return jax.jvp(lambda *arrays: run(*arrays, rows), primals[:5], tangents[:5])
 
 
-@jax.jit  # uncompiled, the default device would decide
+@jax.jit  # otherwise the default device would decide
 def _fastest_derivative(*args):
     """Replaces `by_platform`, whose derivative would run the forward pass twice."""
     return lax.platform_dependent(*args, cpu=_sequential, default=_chunked)
@@ -132,7 +136,8 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     chunks = jnp.pad(u, ((0, 0), (0, padding), (0, 0))).reshape(batch, count, size, features)
     powers = _powers(poles, size)
 
-    # The outputs that a chunk owes to its own inputs: a product with a Toeplitz matrix of taps.
+    # The contribution of a chunk's inputs to its own outputs is a product with a Toeplitz matrix of
+    # taps.
     taps = jnp.sum(residues[None] * powers[:-1], axis=-1).real
     age = jnp.arange(size)[None] - jnp.arange(size)[:, None]
     own = jnp.where((age >= 0)[..., None], taps[jnp.maximum(age, 0)], 0)
@@ -147,7 +152,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
         start.reshape(batch, poles.size),
         rows=Rows.of(full, of_chunks, rows.reset, rows.time_axis),
     )
-    # The outputs that a chunk owes to the state before it.
+    # Add the contribution of the state before each chunk to its outputs.
     first = start.reshape(batch, 1, poles.size)
     if rows.time_axis is not None:
         first = of_device_before(ends[:, -1:], first, rows.time_axis)
@@ -177,9 +182,9 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _chunk_size(time: int, has_reset: bool, divided: bool) -> int:
-    """One step if documents may begin anywhere, or if the number of steps is symbolic.
+    """The steps of a chunk: one if documents may begin anywhere or the number of steps is symbolic.
 
-    Time that is divided over devices has to be whole chunks on each.
+    If time is divided over devices, each device must have whole chunks.
     """
     if has_reset or is_symbolic_dim(time):
         return 1
@@ -189,13 +194,13 @@ def _chunk_size(time: int, has_reset: bool, divided: bool) -> int:
 def _powers(
     poles: Complex[Array, "features modes"], count: int
 ) -> Complex[Array, "count+1 features modes"]:
-    """`λ⁰ … λ^count`, by products: a pole may be 0."""
+    """`λ⁰ … λ^count`, computed by products because a pole may be 0."""
     factors = jnp.broadcast_to(poles, (count, *poles.shape))
     return jnp.cumprod(jnp.concatenate([jnp.ones_like(poles)[None], factors]), axis=0)
 
 
 def _spread(poles: Complex[Array, "features modes"], batch: int, steps: int) -> Array:
-    """The same factors for each step of a `linear_recurrence`."""
+    """Repeats the factors for each step of a `linear_recurrence`."""
     return jnp.broadcast_to(poles.reshape(-1), (batch, steps, poles.size))
 
 

@@ -1,9 +1,10 @@
 """A long convolution that continues step by step, each step in O(log² length) on average.
 
-After Fu et al., "Flash Inference" (arXiv 2410.12982): the convolution is cut into tiles of doubling
-size. Where the number c of inputs so far is an odd multiple of U = 2^k, the last U inputs meet the
-next U outputs, by one FFT of length 2U; each pair of an input and a later output is met exactly
-once. Pairs inside a block of `BLOCK` steps are summed directly.
+The algorithm is that of Fu et al., "Flash Inference" (arXiv 2410.12982), which divides the
+convolution into tiles of doubling size. When the number of inputs so far is an odd multiple of
+U = 2^k, one FFT of length 2U computes the contribution of the last U inputs to the next U outputs.
+In this way, each pair of an input and a later output is counted exactly once. Pairs inside a block
+of `BLOCK` steps are summed directly.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,17 @@ from jax_models.ops.rows import Rows
 from jax_models.ops.varying import match_varying_axes
 
 BLOCK = 16
-"""Steps below which a sum costs less than an FFT."""
+"""The number of steps below which a direct sum is faster than an FFT."""
 
 Taps = Callable[[Any, int], Float[Array, "features length"]]
-"""`taps(params, length)`: the first `length` taps of a filter. A hashable function."""
+"""A hashable function `taps(params, length)` that returns the first `length` taps of a filter."""
 
 
 class LongConvState(NamedTuple):
     """The state of a convolution of at most `length` steps.
 
-    All of it is a function of the inputs so far. The tile of U inputs is kept in U rows from
-    U − BLOCK on, until the next of its size takes its place.
+    The whole state is a function of the inputs so far. In `tiles`, the tile of U inputs is stored
+    in U rows from row U − BLOCK on, until the next tile of its size replaces it.
     """
 
     position: Int[Array, " batch"]
@@ -67,7 +68,7 @@ def empty_long_conv_state(
 
 
 def _buffer(max_length: int) -> int:
-    """Whole blocks."""
+    """The size of the buffer of inputs: max_length, rounded up to whole blocks."""
     return -(-max_length // BLOCK) * BLOCK
 
 
@@ -81,9 +82,9 @@ def long_conv_state(
     max_length: int,
     lengths: Int[Array, " batch"] | None = None,
 ) -> LongConvState:
-    """The state after a sequence's first inputs, whose outputs are `long_conv`'s.
+    """Computes the state after the first inputs of a sequence, whose outputs `long_conv` computes.
 
-    The arguments, and what they raise, are `online_conv`'s.
+    The arguments and errors are those of `online_conv`.
     """
     history = _history(v, lengths, max_length)
     history = jnp.pad(history, ((0, 0), (0, _buffer(max_length) - v.shape[2]), (0, 0)))
@@ -114,14 +115,15 @@ def online_conv(
         taps: `taps(params, n)` gives the filter's first n taps. A step computes only as many as
             it needs.
         params: the filter's parameters.
-        max_length: the most inputs that there can be.
+        max_length: the largest number of inputs.
         skip: as in `long_conv`.
-        lengths: how many steps of each row are real; the others do not enter the state.
+        lengths: the number of steps of each row before its padding. The padding does not change the
+            state.
 
     Raises:
-        TypeError: an array is of another kind of dtype.
-        ValueError: a shape is wrong (the taps' shape, too), a length lies outside 0 … time, v has
-            more than max_length steps, or the state is of other sizes.
+        TypeError: the dtype of an array is of another kind.
+        ValueError: a shape is wrong, including that of the taps, a length lies outside 0 … time, v
+            has more than max_length steps, or the state has other sizes.
 
     """
     inputs = _history(v, lengths, max_length)
@@ -148,7 +150,7 @@ def online_conv(
 
 
 def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
-    """The inputs by steps in the dtype of the computation, zero from `lengths` on."""
+    """Returns the inputs as (batch, time, features), in at least float32, with zero padding."""
     dtype = carry_dtype(v.dtype)
     if v.shape[-1] > max_length:
         raise ValueError(
@@ -163,7 +165,7 @@ def _end(start, v, lengths) -> Int[Array, " batch"]:
 
 
 def _first_taps(taps: Taps, params, length: int, like: Float[Array, "batch features *time"]):
-    """The first taps for some inputs."""
+    """Computes the first taps in the dtype of the inputs `like`, and checks their shape."""
     h = taps(params, length)
     if h.shape != (like.shape[1], length):
         raise wrong_shape("taps(params, length)", (like.shape[1], length), h.shape)
@@ -178,7 +180,7 @@ def _tile_sizes(max_length: int) -> list[int]:
 
 
 def _take(rows, start, count: int, fill_value: float = 0):
-    """Rows start … start + count − 1 of each batch row; those that there are not are filled."""
+    """Takes the rows start … start + count − 1 of each batch row, and fills missing ones."""
     index = start[:, None] + jnp.arange(count, dtype=start.dtype)[None]
     index = jnp.where(index < 0, rows.shape[1], index)
     batch = jnp.arange(start.shape[0], dtype=start.dtype)[:, None]
@@ -186,7 +188,7 @@ def _take(rows, start, count: int, fill_value: float = 0):
 
 
 def _put(rows, start, values):
-    """The rows with `values` added at start …; what does not fit is dropped."""
+    """Adds `values` to the rows from `start` on, and drops values that do not fit."""
     index = start[:, None] + jnp.arange(values.shape[1], dtype=start.dtype)[None]
     batch = jnp.arange(start.shape[0], dtype=start.dtype)[:, None]
     return rows.at[batch, index].add(values, mode="drop")
@@ -211,7 +213,7 @@ def _ahead(max_length: int, tiles, start):
 
 
 def _state(taps: Taps, max_length: int, params, history, end) -> LongConvState:
-    """The state after the inputs before `end` of a history that is zero from `end` on."""
+    """Computes the state after the inputs before `end` of a history that is zero from `end` on."""
     start = end - end % BLOCK
     before = jnp.arange(history.shape[1], dtype=start.dtype)[None] < start[:, None]
     tiles = [jnp.zeros((end.shape[0], 0, history.shape[2]), history.dtype)]
@@ -233,7 +235,7 @@ def _state(taps: Taps, max_length: int, params, history, end) -> LongConvState:
 def _step(
     taps: Taps, max_length: int, params, state: LongConvState, v: Float[Array, "batch features"]
 ) -> tuple[Float[Array, "batch features"], LongConvState]:
-    """The output of one step, and the state after it."""
+    """Returns the output of one step, and the state after it."""
     offset = state.position % BLOCK
     lag = offset[:, None] - jnp.arange(BLOCK, dtype=offset.dtype)[None]
     block = jnp.where((lag == 0)[..., None], v[:, None], state.block)
@@ -249,18 +251,18 @@ def _step(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _advance(taps: Taps, max_length: int, params, state: LongConvState) -> LongConvState:
-    """The state after the step whose input is in the block already.
+    """Returns the state after the step whose input is already in the block.
 
-    The buffers change in place, and only where a block ends. XLA copies a buffer whole at each step
-    if a conditional returns it, or if the step reads it outside of the loop that writes it, hence
-    loops of no or one turn.
+    The buffers are updated in place, and only when a block ends. XLA would copy a whole buffer at
+    each step if a conditional returned the buffer, or if the step read it outside of the loop that
+    writes it. The code therefore uses loops that run zero times or once.
     """
     end = state.position + 1
     done = end % BLOCK == 0
 
     def end_block(turn, buffers):
         ahead, inputs, tiles = buffers
-        here = end + turn  # turn is 0; what depends on it is not computed outside of the loop
+        here = end + turn  # `turn` is 0, and keeps XLA from moving this code out of the loop
         outside = inputs.shape[1]
         inputs = _put(inputs, jnp.where(done, here - BLOCK, outside), state.block)
         for size in _tile_sizes(max_length):
@@ -291,7 +293,7 @@ def _write_tile(taps, max_length, params, size, end, needed: Bool[Array, " batch
 
 @_advance.defjvp
 def _advance_jvp(taps: Taps, max_length: int, primals, tangents):
-    """The derivative of the state as a function of all inputs, in which `ahead` and `tiles` are."""
+    """Differentiates the state as a function of all inputs, which determine `ahead` and `tiles`."""
     params, state = primals
     d_params, d_state = tangents
 

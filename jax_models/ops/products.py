@@ -1,4 +1,4 @@
-"""The products of a recurrence, and their tangents for all steps at once."""
+"""The matrix products of a recurrence, and their tangents for all steps at once."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,12 +31,12 @@ class Product(NamedTuple):
 
     @staticmethod
     def stored(of_x: Array | None, of_h: Array) -> Array:
-        """Returns what the loop stores of a step's two products for the backward pass."""
+        """Combines a step's two products into the array that is stored for the backward pass."""
         return of_h if of_x is None else of_x + of_h
 
     @staticmethod
     def received(of_x: Array | None, stored: Array) -> Any:
-        """Returns what a step receives, made from what is stored: the sum of both products."""
+        """Returns the value that a step receives: the sum of both products, which is stored."""
         return stored
 
 
@@ -50,7 +50,7 @@ class Pair(Product):
 
     @staticmethod
     def received(of_x: Array | None, stored: Array) -> Any:
-        """Returns what a step receives: the two products."""
+        """Returns the value that a step receives: the two products."""
         return of_x, stored
 
 

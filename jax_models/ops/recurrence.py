@@ -84,10 +84,10 @@ def recurrence(
         inputs: other arrays (batch, time, …), of which each step receives its own slice.
         params: other arrays, which every step receives whole.
         reverse: run from the last step to the first.
-        **masks: `lengths` and `reset`, as in `Masks`; a state restarts from zero.
+        **masks: `lengths` and `reset`, as in `Masks`. At a `reset`, the state restarts from zero.
 
     Returns:
-        The outputs of all steps (those beyond `lengths` are meaningless), and the last state.
+        The outputs of all steps and the last state. Outputs beyond `lengths` are meaningless.
 
     Raises:
         TypeError: the state, the inputs or the parameters are not arrays.
@@ -96,6 +96,7 @@ def recurrence(
             shapes or dtypes.
 
     """
+    # Check the arguments that annotations cannot describe.
     batch, time, features = x.shape
     kernels = [product.kernel for product in products.values()]
     if not kernels:
@@ -145,7 +146,7 @@ class _Static(NamedTuple):
         return lax.scan(body, state, inputs, known, reverse=self.reverse)
 
 
-@partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
+@partial(jax.jit, static_argnums=0)  # else eager calls would compile the scan each time
 def _batch_first(static: _Static, products, x, inputs, params, state, rows: Rows):
     masks = rows.active, rows.restarts(reverse=static.reverse)
     products, x, inputs, params, state, masks = match_varying_axes(
@@ -165,7 +166,7 @@ def _recurrence(static: _Static, products, x, inputs, params, state, active, res
 
 
 def _forward(static: _Static, products, x, inputs, params, state, active, reset):
-    """Returns the outputs, the last state, and what the backward pass needs."""
+    """Returns the outputs, the last state, and the arrays that the backward pass needs."""
     # XLA's CPU backend reads columns of a wide array slowly, so each product of x is a separate
     # array. In a step, it is fastest to compute all products of the same h together.
     of_x = {
@@ -221,13 +222,13 @@ class _Residuals(NamedTuple):
     of_x: dict[str, Array | None]
     """The products of x, by name."""
     h: dict[tuple[str, ...], Array]
-    """The h of each group of products that a step asks for together."""
+    """The h of each group of products that a step requests together."""
     kept: dict[tuple[str, ...], list[Array]]
     """The results of `Product.stored` for the products of each group."""
 
 
 def _values(products: dict[str, Product], of_x, names, kept) -> list[Any]:
-    """Returns what a step receives for the products of a group."""
+    """Returns the values that a step receives for the products of a group."""
     return [products[name].received(of_x[name], a) for name, a in zip(names, kept, strict=True)]
 
 

@@ -34,15 +34,16 @@ def recurrent_stack(
         x: the inputs of the first layer.
         state: its arrays are (layers · directions, batch, features), in torch's order: layer 0
             forward, layer 0 backward, layer 1 forward, …
-        cells: the weights of `recurrence` for each, in the same order.
-        num_directions: 2 where each layer runs both ways, and the next reads both.
+        cells: the weights of `recurrence` for each layer and direction, in the same order.
+        num_directions: 2 if each layer runs in both directions, and the next layer reads both
+            outputs.
         **masks: `lengths` and `reset`, as in `Masks`.
 
     Returns:
         The outputs of the last layer, and the last states.
 
     Raises:
-        ValueError: the cells are not as many as the state's arrays have rows.
+        ValueError: the number of cells is not the size of the first axis of the state's arrays.
 
     """
     rows = [len(array) for array in jax.tree.leaves(state)]
@@ -82,7 +83,7 @@ def lstm_stack(
     """Runs the `recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
     "auto" uses cuDNN if it supports the call, is likely to be faster, and the program runs on an
-    NVIDIA GPU, wherever the program is traced.
+    NVIDIA GPU, even if it is traced on another device.
 
     Raises:
         NotImplementedError: `method` is "cudnn", which does not support the call; the message says
@@ -102,7 +103,7 @@ def lstm_stack(
     return recurrent_stack(lstm, x, state, cells, num_directions=num_directions, **masks)
 
 
-@partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
+@partial(jax.jit, static_argnums=0)  # otherwise the default device would decide
 def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, rows: Rows):
     def by_cudnn(x, state, cells, rows: Rows):
         return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=num_directions == 2)

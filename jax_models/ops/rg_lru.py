@@ -22,7 +22,7 @@ class RGLRUState(NamedTuple):
     h: Float[Array, "batch features"]
     """The hidden state."""
     position: Int[Array, " batch"] | None = None
-    """Number of steps of the document so far; None if first steps are like all others."""
+    """The number of steps of the document so far. None if first steps are like all others."""
 
 
 @checked()
@@ -49,10 +49,11 @@ def rg_lru(
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
-    `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
-    block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
-    those of `linear_recurrence`. The position of `state` is ignored, and the new state has none.
+    Give either `a` or, as in recurrentgemma, `a_param`, with a = e^{−softplus(a_param)}. With
+    `a_param`, `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
+    block-diagonal matrices. At the `first` steps of documents, √(1 − a_t²) is replaced with 1.
+    `masks` are those of `linear_recurrence`. The position of `state` is ignored, and the new state
+    has none.
     """
     if not isinstance(c, Array):
         checked_positive("c", c)
@@ -80,17 +81,18 @@ def _flat(bias: Array | None) -> Array | None:
 def decay(
     a: Float[Array, " features"], exponent: Float[Array, "*steps features"]
 ) -> tuple[Float[Array, "*steps features"], Float[Array, "*steps features"]]:
-    """`a^e` and `√(1 − a^{2e})` for e ≥ 0 and a in [0, 1]; another a counts as the nearest in it.
+    """`a^e` and `√(1 − a^{2e})` for e ≥ 0 and a, which is clipped to [0, 1].
 
-    Where a^e is near 1, `1 − a^{2e}` would lose all its digits; `−expm1(2 e log a)` loses none.
+    If a^e is near 1, `1 − a^{2e}` would be inaccurate, so it is computed as `−expm1(2 e log a)`.
     With p = a^e and m = √(1 − p²) the derivatives are
 
         ∂p/∂a = e a^{e−1},   ∂p/∂e = p log a,   ∂m = −(p / m) ∂p
 
-    of which the first is infinite at a = 0 (if e < 1) and the last at m = 0, where a = 1 or e = 0.
-    With ε the dtype's spacing at 1, the derivatives are taken as if a ≥ ε and m ≥ √ε, a distance
-    from the ends at which 1 − p² cannot be told from zero: there they are finite, elsewhere
-    exact. An `a` outside [0, 1] gets the derivative at the end next to it.
+    The first is infinite at a = 0 (if e < 1), and the last at m = 0, where a = 1 or e = 0. To keep
+    them finite, a is replaced with at least ε and m with at least √ε in the derivatives, where ε is
+    the spacing of the dtype at 1. This changes the derivatives only where 1 − p² cannot be
+    distinguished from zero; elsewhere they are exact. An `a` outside [0, 1] has the derivative of
+    the nearest end.
     """
     return _decay(a, exponent)
 
@@ -122,8 +124,8 @@ def softplus_decay(
 ) -> tuple[Float[Array, "*steps features"], Float[Array, "*steps features"]]:
     """`a^e` and `√(1 − a^{2e} + ε)` for e ≥ 0 and a = e^{−softplus(a_param)}.
 
-    The logarithm of an `a` near 1 keeps all its digits. The derivative of the square root is at
-    most 1000, as in recurrentgemma.
+    The result is accurate even if `a` is near 1. The derivative of the square root is at most 1000,
+    as in recurrentgemma.
     """
     log = -exponent * jnp.broadcast_to(jax.nn.softplus(a_param), exponent.shape)
     return jnp.exp(log), _bounded_sqrt(epsilon - jnp.expm1(2 * log))

@@ -17,15 +17,15 @@ def rotary(
     rotated: int,
     theta: Positive = 10_000.0,
 ) -> Float[Array, "batch time heads head_features"]:
-    """The first n = `rotated` features of each head, turned by angles that grow with the position.
+    """Rotates the first n = `rotated` features of each head by angles that grow with the position.
 
-        (x_i, x_{i + n/2}) is turned by p · θ^{−2i/n},   i = 0 … n/2 − 1
+        (x_i, x_{i + n/2}) is rotated by p · θ^{−2i/n},   i = 0 … n/2 − 1
 
-    so that the product of a query and a key depends on the distance of their positions. The angles
-    are computed in at least float32.
+    As a result, the product of a query and a key depends on the distance of their positions. The
+    angles are computed in at least float32.
 
     Raises:
-        ValueError: `rotated` is odd or more than there are, or θ is not positive.
+        ValueError: `rotated` is odd or exceeds the number of features, or θ is not positive.
 
     """
     checked_rotated("rotated", rotated, x.shape[-1])
@@ -38,7 +38,7 @@ def rotary(
 
 
 def checked_rotated(name: str, rotated: int, head_features: int) -> int:
-    """An even number of a head's features."""
+    """Returns the number of rotated features, or raises an error if it is odd or too large."""
     if rotated % 2 or not 0 <= rotated <= head_features:
         raise ValueError(
             f"{name}: expected an even number of a head's {head_features} features, got {rotated}"

@@ -1,4 +1,4 @@
-"""The rows of a batch: which of their steps are real, and where documents begin and end."""
+"""The rows of a batch: which of their steps are padding, and where documents begin and end."""
 
 import dataclasses
 from functools import partial
@@ -19,20 +19,20 @@ from jax_models.ops.time_axis import states_between
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch are padded, packed and divided over devices.
+    """The padding and packing of the rows of a batch, and their division over devices.
 
-    The call of a layer or an operator makes one with `of`, and passes it on as a single argument. A
-    function that receives one takes all its arguments as checked.
+    The call of a layer or an operator makes a `Rows` with `of`, and passes it on as a single
+    argument. A function that receives a `Rows` assumes that all its arguments were checked.
     """
 
     lengths: Int[Array, " batch"] | None = None
-    """Number of real steps of each row. None: all steps are real."""
+    """The number of real steps of each row, before its padding. None: all steps are real."""
     reset: Bool[Array, "batch time"] | None = None
     """True at the real steps before which the state restarts: the first of each document."""
     active: Bool[Array, "batch time"] | None = None
     """True at the real steps, which are t < lengths[b] in row b. None: all are real."""
     time_axis: str | None = None
-    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`."""
+    """The mesh axis over which time is divided, inside a `jax.shard_map`."""
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class Rows:
         reset: Bool[Array, "batch time"] | None = None,
         time_axis: str | None = None,
     ) -> "Rows":
-        """Rows of `time` steps, from arguments that have been checked.
+        """Makes the rows of `time` steps from arguments that have been checked.
 
         Raises:
             NotImplementedError: both lengths and a time axis are given.
@@ -58,7 +58,7 @@ class Rows:
         return cls(lengths, None if reset is None else reset & active, active)
 
     def masked(self, x: Shaped[Array, "batch time ..."]) -> Shaped[Array, "batch time ..."]:
-        """The sequences, with zeros at the steps that are not real."""
+        """Returns the sequences with zeros in the padding."""
         if self.active is None:
             return x
         active = self.active.reshape(self.active.shape + (1,) * (x.ndim - 2))
@@ -78,9 +78,9 @@ class Rows:
     def positions(
         self, start: Int[Array, " batch"], time: int
     ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
-        """Each step's position, counted from `start`, and the position after each row's last step.
+        """Returns each step's position, counted from `start`, and each row's position at its end.
 
-        With a time axis, `start` and the second result are those of all devices' steps together.
+        With a time axis, `start` and the second result refer to the steps of all devices together.
         """
         if self.time_axis is None:
             positions = positions_after(start, time, self.reset)
@@ -97,7 +97,7 @@ class Rows:
 
 
 class Default(NamedTuple):
-    """The default of an option in a TypedDict. An option without one is None by default."""
+    """The default of an option in a TypedDict. Options without a `Default` are None by default."""
 
     value: Any
 
@@ -109,7 +109,8 @@ class Masks(TypedDict, total=False):
     """Row b runs only the steps t < lengths[b]; later steps leave its state unchanged."""
     reset: Bool[Array, "batch time"] | None
     """True at the first step of each packed document, where the state restarts. With `reverse`,
-    still mark the first steps: the state restarts where the scan enters each document."""
+    mark the first steps, too: the state then restarts at the last step of each document.
+    """
     rows: Rows | None
     """Lengths, reset and time axis as one value, for callers that have checked all arguments."""
 
@@ -118,15 +119,16 @@ class ScanMasks(Masks, total=False):
     """The masks of an operator that runs in either direction."""
 
     reverse: Annotated[bool, Default(False)]
-    """Run from the last step to the first."""
+    """Whether to run from the last step to the first."""
 
 
 class DividedMasks(Masks, total=False):
     """The masks of an operator whose time may be divided over devices."""
 
     time_axis: str | None
-    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`. Each device has
-    some of the steps; states are those before and after all steps, the same on every device."""
+    """The mesh axis over which time is divided, inside a `jax.shard_map`. Each device has some of
+    the steps. States refer to the steps of all devices together, and are the same on every device.
+    """
 
 
 class DividedScanMasks(ScanMasks, DividedMasks, total=False):
@@ -134,14 +136,14 @@ class DividedScanMasks(ScanMasks, DividedMasks, total=False):
 
 
 def given_rows(masks: Masks) -> Rows:
-    """The `Rows` among the masks that `checked` has passed to an operator."""
+    """Returns the `Rows` among the masks that `checked` passes to an operator."""
     return masks.get("rows") or Rows()
 
 
 def reverse_time(
     x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
 ) -> Shaped[Array, "batch time ..."]:
-    """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
+    """Reverses each row's first `lengths` steps. The padding stays in place."""
     if lengths is None:
         return jnp.flip(x, axis=1)
     t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
@@ -150,7 +152,7 @@ def reverse_time(
 
 
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """Marks the last step of each packed document but the row's last, from the first steps."""
+    """Marks the last step of each packed document except a row's last, given the first steps."""
     return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]
 
 
@@ -171,7 +173,7 @@ def at_end(
     values: Int[Array, "batch time"],
     lengths: Int[Array, " batch"] | None,
 ) -> Int[Array, " batch"]:
-    """Each row's value at its last step; `start` for a row without a step."""
+    """Each row's value at its last step, or `start` for a row without steps."""
     ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
     values = jnp.concatenate([start[:, None], values], axis=1)
     return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""Sums of exponentials of any size, each `exp(max)` times what is stored."""
+"""Sums of exponentials of any size, stored without a factor `exp(max)`."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 NEVER = -1e38
-"""The exponent of a sum that nothing was added to, in a `WKVState`."""
+"""The exponent of an empty sum in a `WKVState`."""
 
 
 class WKVState(NamedTuple):
-    """The sums so far, each `exp(max)` times what is stored; an empty one is (0, 0, NEVER)."""
+    """The sums so far, `exp(max) · num` and `exp(max) · den`. Empty sums are (0, 0, NEVER)."""
 
     num: Float[Array, "batch features"]
     den: Float[Array, "batch features"]
@@ -22,7 +22,7 @@ def like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
 
 
 def add(x: WKVState, y: WKVState) -> WKVState:
-    """The sum of two scaled pairs, around the larger of their exponents."""
+    """Adds two pairs of scaled sums. The result has the larger of their exponents."""
     difference = x.max - y.max
     smaller = jnp.exp(-jnp.abs(difference))
     of_x = jnp.where(difference > 0, 1, smaller)
@@ -33,13 +33,13 @@ def add(x: WKVState, y: WKVState) -> WKVState:
 
 
 def empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
-    """Sums to which nothing was added, where the condition holds."""
-    empty = (0.0, 0.0, -jnp.inf)  # however it ages, it stays below all others
+    """Replaces the sums with empty ones where the condition holds."""
+    empty = (0.0, 0.0, -jnp.inf)  # stays below all others, even after decay
     return WKVState(*(jnp.where(condition, e, s) for e, s in zip(empty, sums, strict=True)))
 
 
 def advance(decay, before: WKVState, now: WKVState) -> WKVState:
-    """`exp(−decay) S + step`."""
+    """Computes `exp(−decay) S + step`."""
     return add(aged(before, decay), now)
 
 
@@ -52,7 +52,7 @@ def largest(dtype) -> float:
 
 
 def finite(x):
-    """A sum of exponents: where it overflows, the dtype's largest number or its negative."""
+    """Clips a sum of exponents that overflows to the dtype's largest number or its negative."""
     return jnp.clip(x, -largest(x.dtype), largest(x.dtype))
 
 
@@ -62,6 +62,6 @@ def step_sums(k, v) -> WKVState:
 
 
 def step_or_nothing(k, v) -> WKVState:
-    """The contribution of a step to the sums: nothing where k is −∞, as at the end of a row."""
+    """The contribution of a step to the sums, which is empty where k is −∞, as in padding."""
     nothing = k == -jnp.inf
     return WKVState(jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), finite(k))

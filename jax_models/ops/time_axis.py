@@ -1,7 +1,7 @@
 """Time divided over the devices along a mesh axis, inside a `jax.shard_map`.
 
-Each device has the steps that follow those of the device before it. States that come in and go out
-are those before and after all steps, the same on every device.
+Each device has the steps that follow those of the device before it. The states that a caller passes
+and receives refer to the steps of all devices together, and are the same on every device.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def states_between(
     *,
     reverse: bool = False,
 ) -> tuple[State, State]:
-    """The state before this device's steps, and the state after those of all devices.
+    """Returns the state before this device's steps, and the state after the steps of all devices.
 
-    `advance(steps, state)` is the state after the steps of one device. With `reverse` the last
-    device comes first.
+    `advance(steps, state)` returns the state after the steps of one device. With `reverse`, the
+    last device comes first.
     """
     of_all = lax.all_gather(steps, time_axis)
 
@@ -41,7 +41,7 @@ def states_between(
 
 
 def of_device_before(x: Array, first: Array, time_axis: str) -> Array:
-    """The x of the device before this one, or `first` on the first device."""
+    """Returns the x of the device before this one, or `first` on the first device."""
     size = lax.axis_size(time_axis)
     x = lax.ppermute(x, time_axis, [(i, i + 1) for i in range(size - 1)])
     return jnp.where(lax.axis_index(time_axis) == 0, first, x)

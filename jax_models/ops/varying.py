@@ -1,4 +1,4 @@
-"""Arrays inside a `jax.shard_map`, which differ or not along the mesh's axes."""
+"""Arrays inside a `jax.shard_map`, which may vary along the axes of the mesh."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax
 
 
 def match_varying_axes(tree: Any) -> Any:
-    """The arrays, each marked as varying along all axes along which one of them does.
+    """Marks all arrays as varying along each mesh axis along which at least one of them varies.
 
-    The carry of a loop, for example, must vary in the same way before and after each turn. Outside
-    of a `jax.shard_map` nothing varies.
+    The carry of a loop, for example, must vary along the same axes before and after each iteration.
+    Outside of a `jax.shard_map`, nothing varies.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]

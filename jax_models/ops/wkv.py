@@ -36,8 +36,9 @@ from jax_models.ops.wkv_derivative import Residuals, gradient, tangent
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
 
 MANY, LARGE = 2**12, 2**22
-"""On an H100 the kernel was the faster form, forward and backward, with at least MANY rows ×
-features and LARGE elements in all."""
+"""On an H100, the kernel was the fastest method, forward and backward, if rows × features was at
+least MANY and the total number of elements at least LARGE.
+"""
 
 
 @checked({int: checked_count})
@@ -57,42 +58,45 @@ def wkv(
     method: WKVMethod = "auto",
     **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time features"], WKVState]:
-    """The average of the v_i so far, weighted by exp(k_i) and forgotten at the rate w.
+    """Averages the v_i so far, with the weights exp(k_i), which decay at the rate w.
 
         y_t = (N_{t−1} + exp(u + k_t) v_t) / (D_{t−1} + exp(u + k_t))
         N_t = exp(−w) N_{t−1} + exp(k_t) v_t
         D_t = exp(−w) D_{t−1} + exp(k_t)
 
-    N and D are kept as `exp(max) · (num, den)`, where max is the largest exponent in them: no
-    exponential of a positive number is taken, and y is finite for any finite k, w and u. The
-    gradient with respect to N and D is a linear recurrence, run backwards by the same method:
+    N and D are stored as `exp(max) · (num, den)`, where max is the largest exponent in them. So
+    exponentials are taken only of numbers ≤ 0, and y is finite for all finite k, w and u. The
+    gradient with respect to N and D is a linear recurrence, which is run backwards by the same
+    method:
 
         ∂L/∂N_{t−1} = exp(−w) ∂L/∂N_t + (∂L/∂y_t) / (D_{t−1} + exp(u + k_t))
 
-    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t, each in units of its own max. Forward
-    mode is linear recurrences, too.
+    ∂L/∂D_{t−1} follows the same equation with −y_t ∂L/∂y_t. Each gradient is scaled by its own max.
+    Forward mode consists of linear recurrences, too.
 
     Args:
         k: the keys.
         v: the values.
-        state: the sums before the first step; empty when None.
+        state: the sums before the first step. None: empty.
         w: the decay of a step, `exp(time_decay)` in RWKV-4.
         u: the bonus of the current step, `time_first` in RWKV-4.
-        method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
-            deep; "pallas", the sequential steps in one kernel (`ops.kernels.row_scan`);
-            "pallas_interpreted", the TPU's kernel in an interpreter, which is slow but works
-            anywhere. "auto" is sequential on a CPU, the kernel on a TPU, and on an NVIDIA GPU if
-            the rows are many. Wherever no kernel can serve, it is associative.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts empty.
-            Devices exchange the sums of their steps; each then runs from the sums before it.
+        method: "sequential" runs T steps in place. "associative" is `jax.lax.associative_scan`, of
+            depth O(log T). "pallas" runs the sequential steps in one kernel
+            (`ops.kernels.row_scan`). "pallas_interpreted" runs the TPU's kernel in an interpreter,
+            which is slow but works anywhere. "auto" is sequential on a CPU and uses the kernel on a
+            TPU, and on an NVIDIA GPU for large arrays. Otherwise, and where no kernel works, it is
+            associative.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the sums
+            restart empty. With a `time_axis`, the devices exchange the sums of their steps, and
+            each then runs from the sums before its own steps.
 
     Returns:
-        All y (those beyond `lengths` carry no meaning) and the last state, in at least float32.
+        All y and the last state, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
-            when the program is lowered. Or `lengths` are given with a `time_axis`.
-        TypeError: an array is of another kind of dtype.
+        NotImplementedError: `lengths` are given with a `time_axis`. Also when the program is
+            lowered, if "pallas" has no kernel for this device, dtype or division over devices.
+        TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
 
     Source: Peng et al. 2023 (arXiv 2305.13048), its appendix on numerical stability.
@@ -109,6 +113,7 @@ def wkv(
     state = WKVState(num, den, max)
     if 0 in k.shape:
         return v.astype(dtype), state
+    # Inside, the exponent of empty sums is −∞, which no step can fall below.
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
     last = None
     if rows.time_axis is not None:
@@ -123,7 +128,7 @@ def wkv(
 def _between(
     method: WKVMethod, time_axis: str, w, u, k, v, start: WKVState, restart
 ) -> tuple[WKVState, WKVState]:
-    """The sums before this device's steps, and after those of all devices."""
+    """Returns the sums before this device's steps, and the sums after the steps of all devices."""
     empty = empty_where(jnp.array(True), start)
     _, sums = _compiled(method, *match_varying_axes((w, u, k, v, empty, None, restart)))
     decay = like(w * k.shape[1], sums.max)
@@ -151,11 +156,11 @@ def _wkv_jvp(method: WKVMethod, primals, tangents):
 
 
 _compiled = jax.jit(_wkv, static_argnums=0)
-"""Compiled once for all calls outside of `jax.jit`."""
+"""The average, compiled once for all calls outside of `jax.jit`."""
 
 
 def _average(u, before: WKVState, now: WKVState):
-    """y: the sums before a step, and the step with its bonus, as a quotient."""
+    """Computes y as the quotient of the sums before a step plus the step with its bonus."""
     both = add(before, now._replace(max=finite(now.max + like(u, now.max))))
     return both.num / both.den
 
@@ -170,7 +175,7 @@ Output = Callable[[Array, WKVState, WKVState], Any]
 def _decaying_sums(
     method: WKVMethod, output: Output, w, u, k, v, start: WKVState, active, reset
 ) -> tuple[Any, WKVState]:
-    """`output(u, S, step)` at each step, then `S ← exp(−w) S + step`; all outputs, the last S."""
+    """Runs `output(u, S, step)`, then `S ← exp(−w) S + step`. Returns all outputs, the last S."""
     forms = {
         "sequential": partial(_sequential, output),
         "associative": partial(_associative, output),
@@ -180,6 +185,7 @@ def _decaying_sums(
         },
     }
     arguments = (w, u, k, v, start, active, reset)
+    # An associative scan and the kernel need a known number of steps.
     if method == "auto" and is_symbolic_dim(k.shape[1]):
         method = "sequential"
     if method == "auto":
@@ -198,7 +204,7 @@ def _decaying_sums(
 
 
 def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
-    """One step after the other."""
+    """Runs one step after the other."""
     steps = step_sums(k.astype(w.dtype), v.astype(w.dtype))
 
     def step(t, carry):
@@ -227,7 +233,7 @@ def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
 
 
 def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
-    """All steps as one tree of additions."""
+    """Computes the sums of all steps by an associative scan."""
     k, v = k.astype(w.dtype), v.astype(w.dtype)
     forgets = None if reset is None else reset[..., None]
     before, last = _tree(*_masked(w, k, v, active, reset), start, forgets)
@@ -235,7 +241,7 @@ def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
 
 
 def _masked(w, k, v, active, reset):
-    """The decays, keys and values where an inactive step is nothing and a reset forgets all."""
+    """Returns decays, keys and values with which padding adds nothing and a reset forgets all."""
     decay = like(w, k[:1])
     if active is not None:
         active = active[..., None]
@@ -247,7 +253,7 @@ def _masked(w, k, v, active, reset):
 
 
 def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
-    """The sums before each step, and the last: each with the decay that it stands for."""
+    """Returns the sums before each step and the last sums, computed by an associative scan."""
 
     def combine(x, y):
         (x_decay, x), (y_decay, y) = x, y
@@ -266,7 +272,7 @@ def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
 
 
 def _in_kernel(scan, output: Output, w, u, k, v, start: WKVState, active, reset):
-    """One step after the other; w and u are part of the state, which leaves them as they are."""
+    """Runs the steps in a kernel. w and u are part of its state, and stay unchanged."""
     xs = [k, v]
     if active is not None or reset is not None:
         decay, k, v = _masked(w, k.astype(w.dtype), v.astype(w.dtype), active, reset)
@@ -274,14 +280,14 @@ def _in_kernel(scan, output: Output, w, u, k, v, start: WKVState, active, reset)
     rows = [*start, like(w, start.max), like(u, start.max)]
     shape = jax.eval_shape(output, rows[-1], start, start)
     ys, last = scan(_kernel_step(output), rows, xs, outputs=len(jax.tree.leaves(shape)))
-    if active is not None:  # an inactive step has no y before the first active one
+    if active is not None:  # before the first active step, y would be 0 / 0
         ys = [jnp.where(active[..., None], ys[0], 0), *ys[1:]]
     return jax.tree.unflatten(jax.tree.structure(shape), ys), WKVState(*last[:3])
 
 
 @cache
 def _kernel_step(output: Output):
-    """A step of `row_scan`."""
+    """Returns the step for `row_scan`."""
 
     def step(state, k, v, *decays):
         *sums, w, u = state
@@ -297,7 +303,7 @@ def _kernel_step(output: Output):
 
 @cache
 def _without_kernel(output: Output):
-    """The associative form of a `row_scan`."""
+    """Returns a fallback of `row_scan` by the associative method."""
 
     def sums(start, xs):
         (*rows, w, u), (k, v, *decays) = start, xs

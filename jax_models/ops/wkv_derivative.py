@@ -1,4 +1,4 @@
-"""The derivative of RWKV-4's weighted average: linear recurrences, forwards and backwards."""
+"""The derivative of RWKV-4's weighted average, as linear recurrences forwards and backwards."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,22 +26,23 @@ class Residuals(NamedTuple):
     active: Bool[Array, "batch time"] | None
 
     def wide(self) -> "Residuals":
-        """The keys and values in the dtype of the sums."""
+        """Casts the keys and values to the dtype of the sums."""
         return self._replace(k=self.k.astype(self.w.dtype), v=self.v.astype(self.w.dtype))
 
     def where_active(self, x, otherwise=0):
-        """x, and something else at steps that are not real."""
+        """Returns x, with another value in the padding."""
         return x if self.active is None else jnp.where(self.active[..., None], x, otherwise)
 
     def carried(self, x):
-        """x, and 0 where nothing was: a NaN stays out of the document before."""
+        """Returns x, with 0 where the sums are empty: no NaN may reach the document before."""
         return jnp.where(self.before.den == 0, 0, x)
 
     def factors(self) -> "Factors":
         """The factors of each step.
 
-        Every exponential is of a number ≤ 0, or above it by rounding alone. Where a step is not the
-        largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
+        Exponentials are taken only of numbers ≤ 0, apart from rounding errors. If the exponent of a
+        step is not the largest, the maximum has only decayed by w. In this case, the factor is
+        exactly 1 rather than the result of a rounded difference.
         """
         w, u, k, v, _, before, last, _ = self
         max_after = finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
@@ -63,24 +64,26 @@ class Residuals(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Six numbers of each step and feature, each (batch, time, features)."""
+    """The factors of the derivative for each step and feature, each (batch, time, features)."""
 
     new_is_larger: Array
-    """Is the step's exponent the largest so far?"""
+    """Whether the step's exponent is the largest so far."""
     decay: Array
     """The weight of the sums before the step in the sums after it."""
     weight: Array
     """The weight of the step in the sums after it."""
     share: Array
-    """The derivative of y by v."""
+    """The derivative of y with respect to v."""
     past_share: Array
-    """The derivative of y by the numerator before the step."""
+    """The derivative of y with respect to the numerator before the step."""
     slope: Array
-    """The derivative of y by the step's exponent with its bonus, and minus that by the past's."""
+    """The derivative of y with respect to the step's exponent with its bonus, which is minus the
+    derivative with respect to the exponent of the past.
+    """
 
 
 def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
-    """The derivative: linear recurrences, in units of the maxima."""
+    """Computes the forward-mode derivative by linear recurrences, scaled by the maxima."""
     _, _, k, v, y, before, _, _ = residuals = residuals.wide()
     d_w, d_u, d_k, d_v, d_state = tangents
     d_w, d_u = like(d_w, k), like(d_u, k)
@@ -91,11 +94,14 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     def before_each(first, after):
         return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
 
+    # The tangent of the maximum: that of k where a step sets a new maximum, otherwise it only
+    # decays.
     d_max, d_last_max = through(
         jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
         jnp.where(factors.new_is_larger, d_k, residuals.where_active(-d_w)),
         d_state.max,
     )
+    # The tangents of num and den are a recurrence with the same factors as the sums themselves.
     d_max_before = before_each(d_state.max, d_max)
     d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
     d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
@@ -104,6 +110,7 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
         factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
     )
+    # The tangent of the output, a quotient of the sums before the step and the step itself.
     d_num, d_den = map(before_each, d_state[:2], sums)
     d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
     d_y = d_y + factors.slope * (d_k + d_u - d_max_before)
@@ -115,11 +122,12 @@ def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
     inputs_dtype = residuals.k.dtype
     _, _, k, v, y, before, _, _ = residuals = residuals.wide()
     y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
-    # Each factor is (batch, time, features), as are k, v, y and their gradients.
+    # Factors, k, v, y and their gradients are (batch, time, features).
     factors = residuals.factors()
     through = partial(linear_recurrence, reverse=True, method=method)
 
-    # the gradients of num and den, (2, batch, time, features), from the last step to the first
+    # Compute the gradients of num and den, (2, batch, time, features), from the last step to the
+    # first.
     then = residuals.carried(factors.past_share * y_gradient)
     end = jnp.stack(last_gradient[:2])  # (2, batch, features)
     sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
@@ -127,9 +135,9 @@ def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
     )
     num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)  # after each step
 
-    # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
-    # exponent after it. The larger part has few digits where it is nearly all: it is what the
-    # smaller one leaves.
+    # The gradient with respect to the exponent of the sums after a step is divided between the
+    # step's exponent and the exponent before it. The smaller part is computed directly, and the
+    # larger part as the difference, because computing the larger part directly would be inaccurate.
     u_gradient = factors.slope * y_gradient
     of_new = factors.weight * (num * v + den)
     of_old = factors.decay * (num * before.num + den * before.den)
@@ -153,7 +161,7 @@ def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
 
 
 def _exp(x):
-    """The exponential of a number that only rounding lifts above 0."""
+    """The exponential of a number that is ≤ 0 apart from rounding errors."""
     return jnp.exp(jnp.minimum(x, 0))
 
 

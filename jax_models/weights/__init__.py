@@ -1,4 +1,4 @@
-"""Convert a layer's parameters to a torch `state_dict`, and back."""
+"""Converts a layer's parameters to a torch `state_dict`, and back."""
 
 from jax_models.weights.rows import (
     Weight,

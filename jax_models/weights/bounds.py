@@ -1,4 +1,4 @@
-"""Parameters with bounds: an interval that training must not leave."""
+"""Parameters with bounds, which training must keep inside an interval."""
 
 __all__ = ["project"]
 
@@ -17,14 +17,14 @@ def bounds(param: nnx.Variable) -> tuple[float, float] | None:
 
 
 def project(params: Params) -> Params:
-    """Clip every parameter that has bounds to the values inside them.
+    """Clips every parameter that has bounds to its interval.
 
         >>> module = nnx.Dict(a=nnx.Param(jnp.array([0.5, 1.2]), bounds=(0.0, 1.0)))
         >>> project(nnx.state(module))["a"].get_value().tolist()
         [0.5, 1.0]
 
-    It returns a new tree. Call it after each step of an optimizer, as projected gradient descent
-    does:
+    It returns a new tree. Call it after each step of an optimizer, as in projected gradient
+    descent:
 
         params = project(optax.apply_updates(params, updates))
 

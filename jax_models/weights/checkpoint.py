@@ -1,7 +1,7 @@
-"""The weights in a file or a folder, each of which is read when its numbers are needed.
+"""Opens the weights in a file or a folder. Each array is read only when its values are needed.
 
-Files of safetensors and of torch.save, alone or in the parts that an index names, and the folders
-of orbax. A file is checked when it is opened, as far as that is possible without its numbers.
+Supported are files of safetensors and torch.save, either single or in shards that an index file
+lists, and orbax folders. When a file is opened, everything except its values is checked.
 """
 
 import json
@@ -25,9 +25,9 @@ INDEX = "*.index.json"
 CONFIG = "config.json"
 OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 OF_MODEL = ("state_dict", "model_state_dict", "model")
-"""Names of the entry with the model's weights in the files of training programs."""
+"""The names that training programs give to the entry with the model's weights."""
 SHORT = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
-"""The names of dtypes in safetensors."""
+"""The names of dtypes in safetensors, without their number of bits."""
 
 
 class Checkpoint(NamedTuple):
@@ -35,17 +35,18 @@ class Checkpoint(NamedTuple):
 
     weights: dict[str, StoredArray]
     config: dict[str, Any] | None
-    """The fields of its config.json."""
+    """The fields of the config.json, if there is one."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a file or a folder.
+    """Opens the checkpoint in a file or a folder.
 
     Raises:
-        ImportError: a package is not installed that it takes.
+        ImportError: a package that the file needs is not installed.
         TypeError: `path` is not a path.
         OSError: a file is missing or cannot be opened.
-        ValueError: a file is damaged or no checkpoint, or the folder has none or several.
+        ValueError: a file is damaged or is not a checkpoint, or the folder contains no checkpoint
+            or several.
 
     """
     if not isinstance(path, str | os.PathLike):
@@ -67,23 +68,23 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def weights_in(path: Path) -> dict[str, StoredArray]:
-    """The arrays in one file.
+    """Opens the arrays in one file.
 
     Raises:
-        ImportError: a package is not installed that it takes.
-        OSError: it cannot be opened.
-        ValueError: it is damaged, or of another format.
+        ImportError: a package that the file needs is not installed.
+        OSError: the file cannot be opened.
+        ValueError: the file is damaged, or has another format.
 
     """
     return _safetensors_weights(path) if path.suffix in SAFETENSORS else _torch_weights(path)
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The fields in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it has no JSON object.
+        OSError: the file cannot be opened.
+        ValueError: the file does not contain a JSON object.
 
     """
     try:
@@ -96,7 +97,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def _parts(folder: Path) -> dict[Path, list[str] | None]:
-    """The files of a folder's weights, and the keys that an index says they have."""
+    """The files with the weights of a folder, each with its keys according to the index file."""
     indices = sorted(folder.glob(INDEX))
     if len(indices) == 1:
         places = json_object(indices[0]).get("weight_map")
@@ -118,9 +119,10 @@ def _parts(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _safetensors_weights(path: Path) -> dict[str, StoredArray]:
-    """By the offsets in the header, once the library has checked them.
+    """Opens a safetensors file, whose header the library checks.
 
-    So no page of a mapped file counts as memory of this process.
+    The arrays are then read by their offsets in the header rather than by the library, because the
+    library maps the file, and mapped pages count as memory of this process.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -158,10 +160,10 @@ def _read(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray:
-    """An array of a file: contiguous, or of some strides, in items.
+    """Reads an array from a file, either contiguous or with strides, which are given in elements.
 
-    It has pages of its own, which the system gets back: in malloc's heap, arrays that are read and
-    dropped leave holes between those that stay.
+    The array gets its own memory pages, which return to the system when it is freed. In malloc's
+    heap, freed arrays would leave gaps between those that stay.
     """
     last = sum(s * (n - 1) for s, n in zip(strides or (), shape, strict=bool(strides)))
     count = 1 + last if strides and all(shape) else int(np.prod(shape))
@@ -180,25 +182,25 @@ def _read(
 
 
 def _torch_weights(path: Path) -> dict[str, StoredArray]:
-    """By the offsets of the storages; all tensors at once of a file from before PyTorch 1.6."""
+    """Opens a file of torch.save. Files from before PyTorch 1.6 are read as a whole."""
     if not zipfile.is_zipfile(path):
         return {**_of_model(read_pth(path))}
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
         raise ImportError(f"{path.name} needs PyTorch: pip install torch") from None
-    with FakeTensorMode():  # tensors without numbers, that know where in the file these are
+    with FakeTensorMode():  # tensors without values that know their place in the file
         return {key: _stored(path, value) for key, value in _of_model(read_pth(path)).items()}
 
 
 def _of_model(content: dict[str, Any]) -> Mapping[str, Any]:
-    """The model's weights in what a training program saved, or in a file of weights alone."""
+    """Returns the model's weights, which training programs save in an entry beside other data."""
     entries = (content[name] for name in OF_MODEL if isinstance(content.get(name), Mapping))
     return next(entries, content)
 
 
 def _stored(path: Path, value: Any) -> Any:
-    """A tensor as an array; what is none, or has a dtype that numpy has not, as it is."""
+    """Converts a tensor to a stored array, and leaves other values and dtypes unchanged."""
     try:
         dtype = dtype_of(value)
     except ValueError:
@@ -209,7 +211,7 @@ def _stored(path: Path, value: Any) -> Any:
 
 
 def _orbax_weights(path: Path) -> dict[str, StoredArray]:
-    """The leaves of a tree, under their keys joined by dots; those of Flax without `params`."""
+    """Opens the leaves of an orbax tree, with keys joined by dots and without Flax's `params`."""
     try:
         import orbax.checkpoint as ocp
     except ImportError:
@@ -217,7 +219,7 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
     checkpointer = ocp.PyTreeCheckpointer()
     try:
         tree = checkpointer.metadata(path.resolve()).item_metadata.tree  # pyright: ignore
-    except Exception as error:  # of tensorstore, msgpack, JSON, the file system
+    except Exception as error:  # from tensorstore, msgpack, JSON or the file system
         raise ValueError(f"{path.name}: not a whole folder of orbax: {error}") from None
 
     def restore(at: tuple[str, ...]) -> np.ndarray:

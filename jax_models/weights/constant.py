@@ -6,7 +6,7 @@ from flax import nnx
 
 
 class Constant(nnx.Variable):
-    """A weight that is saved and loaded but not trained, as torch's `requires_grad=False`.
+    """A weight that is saved and loaded but not trained, like `requires_grad=False` in torch.
 
         >>> module = nnx.Dict(trained=nnx.Param(jnp.ones(3)), fixed=Constant(jnp.ones(3)))
         >>> list(nnx.state(module, nnx.Param))

@@ -1,4 +1,4 @@
-"""Read a file of `torch.save` without running code from it."""
+"""Reads a file of `torch.save` without running code from it."""
 
 __all__ = ["read_pth"]
 
@@ -14,7 +14,7 @@ SETTINGS = re.compile(
     r"(lightning|lightning_fabric|omegaconf|pathlib|pytorch_lightning|typing)\."
     r"|collections\.defaultdict$|builtins\.(bool|bytes|dict|float|int|list|str|tuple)$"
 )
-"""The classes of the settings that training programs save beside weights."""
+"""The classes of settings that training programs save together with weights."""
 OTHER_FILES = {
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)*<(!DOCTYPE|html|\?xml)": (
         "a web page: download the file itself, by its raw link"
@@ -31,27 +31,28 @@ OTHER_FILES = {
     rb"\Z": "empty: download it again",
     rb"[\t\n\r -~\x80-\xff]+\Z": "a text: download the file itself",
 }
-"""How files of other formats begin, and what the error message says of them."""
+"""The first bytes of files of other formats, and their descriptions in the error message."""
 
 
 def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `state_dict` in a file that `torch.save` wrote, as tensors on the CPU.
+    """Reads the `state_dict` in a file of `torch.save`, as tensors on the CPU.
 
         >>> import torch
         >>> torch.save(torch.nn.LSTM(5, 6).state_dict(), "lstm.pth")
         >>> layer = from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), read_pth("lstm.pth"))
 
-    The file is read with `weights_only=True`: it may hold tensors and plain containers. Settings
-    that PyTorch Lightning saves beside them are left out: no code of theirs runs. No other function
-    of the package needs PyTorch. The file's checksums reveal a changed byte, unless the
-    file is from before PyTorch 1.6, which wrote none.
+    The file is read with `weights_only=True`, which allows tensors and plain containers. Settings
+    that PyTorch Lightning saves with the weights are left out, and none of their code runs. Apart
+    from this function, the package needs PyTorch only to load such files in `load_pretrained`. The
+    checksums in the file are verified, unless the file is from before PyTorch 1.6, which wrote no
+    checksums.
 
     Raises:
         ImportError: PyTorch is not installed.
         TypeError: `path` is not a path.
         OSError: the file cannot be opened.
-        ValueError: the file would run code, is damaged, is of another format (the message names
-            what reads it), or holds no `state_dict`.
+        ValueError: the file would run code, is damaged, has another format (the message says how to
+            read it), or does not contain a `state_dict`.
 
     """
     try:
@@ -61,7 +62,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the path of a file, got {type(path).__name__}")
     path = Path(path)
-    # Unpickle tensors and plain containers alone, and compare the checksums.
+    # Unpickle only tensors and plain containers, and verify the checksums.
     with path.open("rb") as file:
         if _is_compressed(file):
             raise ValueError(
@@ -71,11 +72,11 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
             with torch.serialization.safe_globals(_settings(file)):
                 weights = torch.load(file, map_location="cpu", weights_only=True)
             damage = _damage(file)
-        except Exception as error:  # damage shows as any of a dozen
+        except Exception as error:  # a damaged file can raise almost any error
             raise ValueError(f"{path.name}: {_reason(file, error)}") from None
     if damage:
         raise ValueError(f"{path.name}: {damage}")
-    # The file may hold something else than a model's state_dict.
+    # The file may contain something other than a model's state_dict.
     if not isinstance(weights, Mapping):
         raise ValueError(f"{path.name}: expected a state_dict, got a {type(weights).__name__}")
     if not weights or not all(isinstance(key, str) for key in weights):
@@ -86,11 +87,11 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_compressed(file: BinaryIO) -> bool:
-    """Has an archive members that become larger when they are read?"""
+    """Whether the file is an archive with compressed members."""
     try:
         with zipfile.ZipFile(file) as archive:
             return any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    except Exception:  # no archive, or a damaged one, of which `_damage` tells
+    except Exception:  # not an archive, or a damaged one, which `_damage` reports
         return False
     finally:
         file.seek(0)
@@ -104,7 +105,7 @@ class _LeftOut:
 
 
 def _settings(file: BinaryIO) -> list[Any]:
-    """The classes in a file whose objects `torch.load` drops."""
+    """The classes in a file whose objects are replaced with `_LeftOut`."""
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
     is_archive = zipfile.is_zipfile(file)
@@ -132,7 +133,7 @@ def _damage(file: BinaryIO) -> str | None:
 
 
 def _reason(file: BinaryIO, error: Exception) -> str:
-    """Why torch cannot read the file."""
+    """Describes why torch cannot read the file."""
     if damage := _damage(file):
         return damage
     if found := re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error)):

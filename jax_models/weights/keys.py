@@ -1,4 +1,4 @@
-"""The keys of a `state_dict` in error messages: shortened, and searched for under a prefix."""
+"""The keys of a `state_dict` in error messages, shortened, and the search for a prefix."""
 
 import re
 from collections import Counter
@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 Fault = tuple[str, str, str]
-"""A line of an error message: the text before the key, the key, the text after it."""
+"""A line of an error message: the text before the key, the key, and the text after it."""
 
 
 def checked_mapping(name: str, value: Any) -> Mapping[Any, Any]:
-    """Weights by their keys."""
+    """Returns a mapping of keys to weights, or raises an error."""
     if not isinstance(value, Mapping):
         expected = "a mapping of keys to tensors, as module.state_dict() gives it"
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
@@ -19,7 +19,7 @@ def checked_mapping(name: str, value: Any) -> Mapping[Any, Any]:
 
 
 def joined(keys: Iterable[Any]) -> list[str]:
-    """The keys, those that differ in one number shortened to one: `blocks.{0-3,5}.weight`."""
+    """Joins keys that differ only in their first number into one: `blocks.{0-3,5}.weight`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for key in map(str, keys):
         number = re.search(r"(?<![^.])\d+(?![^.])", key)
@@ -39,7 +39,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def lines(faults: Iterable[Fault]) -> list[str]:
-    """One line for all keys that have the same fault and differ in one number."""
+    """Returns one line for all keys that have the same fault and differ only in one number."""
     groups: dict[tuple[str, str], list[str]] = {}
     for before, key, behind in faults:
         groups.setdefault((before, behind), []).append(key)
@@ -77,16 +77,16 @@ def elsewhere(
 ) -> str | None:
     """Says where at least half of a layout's keys are: in an entry, or under a prefix.
 
-    The answer ends with Python code that gives these entries. With `misfit`, it ends with the
-    `prefix` argument to pass instead. `misfit(entry, prefix)` says which of the shapes there do not
-    fit, or returns None. Only places that fit are proposed.
+    The text ends with Python code that returns these entries or, with `misfit`, with the `prefix`
+    argument to pass instead. `misfit(entry, prefix)` describes a shape that does not fit there, or
+    returns None. Only places where all shapes fit are proposed.
     """
     places = [*_places(state_dict, layouts)]
     faults = [misfit and misfit(place.entry, place.prefix) for place in places]
     fitting = [place for place, fault in zip(places, faults, strict=True) if not fault]
     if not places:
         return None
-    # Several prefixes may fit in one entry: propose those that most keys have.
+    # If several prefixes fit in one entry, propose those with the most keys.
     place = (fitting or places)[0]
     same = [p for p in fitting or places if p.prefix and p.code == place.code]
     most = max((p.num_keys for p in same), default=0)

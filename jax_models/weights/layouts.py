@@ -1,4 +1,4 @@
-"""The weight table of a layer: which layout, whether it is complete, and its transforms."""
+"""Chooses the weight table of a layer, checks that it is complete, and runs its transforms."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -20,15 +20,15 @@ def weight_table(
     state_dict: Mapping[str, Any] | None = None,
     place: str = "",
 ) -> tuple[str, Table]:
-    """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
+    """The name and table of a layout. None: the state_dict's layout, or else the layer's first.
 
-    A table of the caller has the name "". `place` is the path of the torch module, where the keys
-    are those of a larger one.
+    If the caller passes a table, its name is "". If the state_dict is that of a larger torch
+    module, `place` is the path of the module in it.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
         ValueError: the layer has no such layout, a table does not name each parameter once, or the
-            state_dict is of no layout.
+            state_dict fits no layout.
 
     """
     if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
@@ -52,7 +52,7 @@ def weight_table(
 
 
 def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:
-    """Refuse a table that does not name every parameter once, and no key twice."""
+    """Raises an error unless a table names every parameter once and no key twice."""
     named = Counter(path for row in table for path in row.params)
     keys = Counter(key for row in table for key in row.keys)
     faults = [
@@ -66,7 +66,7 @@ def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> N
 
 
 def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ...]:
-    """Apply a row's transform, and refuse a result without exactly one array for each name."""
+    """Applies a row's transform, and refuses a result that is not one array for each name."""
     names = row.params if transform == "to_jax" else row.keys
     try:
         values = getattr(row, transform)(*arrays)
@@ -104,7 +104,7 @@ def _layouts(layer: Any) -> Layouts:
 
 
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
-    """The layout that shares the most keys with a state_dict; of equals, the one missing fewest."""
+    """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
     start = at(place, "")
     keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
@@ -120,7 +120,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
     if not keys:
         raise ValueError(f"prefix: no key starts with {start}, state_dict has {has}")
     if len(layouts) == 1:
-        return best  # what differs is listed key by key
+        return best  # the caller then lists the differences key by key
     expected = "; ".join(
         f"layout {name!r} takes {', '.join(joined(sorted(known[name])))}" for name in known
     )
@@ -131,7 +131,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
 
 
 def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix: str) -> str | None:
-    """The first shape under a prefix that does not fit; None if all of a layout's shapes do."""
+    """Describes the first shape under a prefix that does not fit, or returns None."""
     placeholders = {path: placeholder(p.get_value()) for path, p in params_of(layer).items()}
     misfits = []
     for table in layouts.values():
@@ -149,5 +149,5 @@ def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix:
 
 
 def placeholder(value) -> np.ndarray:
-    """An array of the value's shape and dtype that holds nothing, to run a transform on."""
+    """An array with the shape and dtype of a value that uses no memory, to run transforms on."""
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)

@@ -1,7 +1,7 @@
-"""Rows of weight tables: which parameter of a layer is which key of a torch `state_dict`.
+"""Rows of weight tables, which map parameters of a layer to keys of a torch `state_dict`.
 
-The transforms work on arrays of NumPy and of JAX, so that a table can be read backwards and can be
-differentiated through. None of this needs torch.
+The transforms work on arrays of NumPy and JAX, in both directions, and can be differentiated. No
+transform needs torch.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from jax.core import Tracer
 class Weight(NamedTuple):
     """A row of a table.
 
-    `to_jax` gets the arrays of the keys and returns the tuple of the parameters' arrays; `to_torch`
-    gets the parameters' and returns the keys'. Both get arrays of NumPy or of JAX. A row without
-    parameters names keys that the layer has no use for, and that may be missing.
+    `to_jax` receives the arrays of the keys and returns a tuple with the arrays of the parameters.
+    `to_torch` receives the arrays of the parameters and returns a tuple with those of the keys.
+    Both receive arrays of NumPy or JAX. A row without parameters names keys that the layer does not
+    use, and that may be missing.
     """
 
     params: tuple[str, ...]
@@ -24,13 +25,13 @@ class Weight(NamedTuple):
     to_jax: Callable[..., tuple[Any, ...]]
     to_torch: Callable[..., tuple[Any, ...]]
     separate: bool = True
-    """False if a key's array is a sum of parameters, which cannot be compared one by one."""
+    """Whether the parameters can be compared one by one. False if a key's array is their sum."""
     exact: bool = True
-    """Do the keys' arrays come back from the parameters as they were?"""
+    """Whether export restores the keys' arrays exactly as they were imported."""
 
 
 def same(param: str, key: str) -> Weight:
-    """The parameter is the key's array."""
+    """The parameter and the key have the same array."""
     return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
 
 
@@ -45,7 +46,7 @@ def flipped(param: str, key: str) -> Weight:
 
 
 def gates(param: str, keys: list[str]) -> Weight:
-    """The gates' (out, in) matrices, or (out,) biases, are side by side along the last axis."""
+    """The parameter joins the gates' (out, in) matrices, or (out,) biases, on its last axis."""
     return Weight(
         (param,),
         tuple(keys),
@@ -71,8 +72,8 @@ def parts(params: list[str], key: str, *, transpose: bool = True) -> Weight:
 def summed(params: tuple[str, str], key: str) -> Weight:
     """The key's array is the sum of two parameters. Import puts all of it into the first.
 
-    The second becomes −0.0, because adding −0.0 changes no number, not even −0.0. Of the two
-    parameters only the sum survives a round trip.
+    The second parameter becomes −0.0, because adding −0.0 changes no number, not even −0.0. A round
+    trip restores only the sum of the two parameters.
     """
     return Weight(
         params,
@@ -84,10 +85,10 @@ def summed(params: tuple[str, str], key: str) -> Weight:
 
 
 def added(param: str, keys: tuple[str, str]) -> Weight:
-    """The parameter is the sum of two keys' arrays, as of torch's `bias_ih` and `bias_hh`.
+    """The parameter is the sum of two keys' arrays, such as torch's `bias_ih` and `bias_hh`.
 
-    Export writes the sum to the first key and −0.0 to the second: the torch module computes the
-    same, but its two arrays do not come back one by one.
+    Export writes the sum to the first key and −0.0 to the second. The torch module then computes
+    the same, but its two original arrays are not restored.
     """
     return Weight(
         (param,),
@@ -109,7 +110,7 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
 
 
 def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> Weight:
-    """The parameters are the key's rows, without some axes of size 1."""
+    """The parameters are the rows of the key's array, without some axes of size 1."""
     return Weight(
         params,
         (key,),
@@ -119,13 +120,13 @@ def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> We
 
 
 def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
-    """The parameter is the key's array with more axes, of size 1."""
+    """The parameter is the key's array with further axes of size 1."""
     row = squeezed(param, key, axes)
     return row._replace(to_jax=row.to_torch, to_torch=row.to_jax)
 
 
 def tied(param: str, keys: tuple[str, ...]) -> Weight:
-    """All keys' arrays are the parameter; import refuses two that differ."""
+    """All keys have the array of the parameter. Import refuses arrays that differ."""
 
     def one(a, *others):
         if not isinstance(a, Tracer):
@@ -138,7 +139,7 @@ def tied(param: str, keys: tuple[str, ...]) -> Weight:
 
 
 def unused(key: str, value: np.ndarray) -> Weight:
-    """A key that no parameter holds, such as a counter.
+    """A key that corresponds to no parameter, such as a counter.
 
     The key may be missing, and import checks only its shape. Export writes `value`, in its own
     dtype, instead of what import read.
@@ -147,7 +148,7 @@ def unused(key: str, value: np.ndarray) -> Weight:
 
 
 def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weight:
-    """The row, its one parameter of a shape instead of the `flat` one that the row makes."""
+    """The row with its single parameter reshaped to `shape` from the row's own shape, `flat`."""
     return row._replace(
         to_jax=lambda a: (row.to_jax(a)[0].reshape(shape),),
         to_torch=lambda a: row.to_torch(a.reshape(flat)),
@@ -155,20 +156,20 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
 
 
 def at(place: str, name: str) -> str:
-    """The name inside a module; "" is the whole."""
+    """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
 
 
 def namespace(a) -> Any:
-    """NumPy or jax.numpy, whose array it is."""
+    """Returns the array's namespace, NumPy or jax.numpy."""
     return a.__array_namespace__()
 
 
 def last_first(a):
-    """(out, in, …) as (…, in, out)."""
+    """Transposes (out, in, …) to (…, in, out)."""
     return a.transpose(*range(2, a.ndim), 1, 0)
 
 
 def first_last(a):
-    """(…, in, out) as (out, in, …)."""
+    """Transposes (…, in, out) to (out, in, …)."""
     return a.transpose(a.ndim - 1, a.ndim - 2, *range(a.ndim - 2))

@@ -1,4 +1,4 @@
-"""Arrays that are read when their numbers are needed."""
+"""Arrays that are read only when their values are needed."""
 
 import dataclasses
 import sys
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array whose shape and dtype are known, and whose numbers are read by `np.asarray(it)`.
+    """An array with a known shape and dtype, whose values are read by `np.asarray(stored)`.
 
     >>> stored = StoredArray((2,), np.dtype("float32"), lambda: np.ones(2, np.float32))
     >>> np.asarray(stored)
@@ -24,15 +24,15 @@ class StoredArray:
     read: Callable[[], np.ndarray]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, which are read again each time."""
+        """Reads the values, each time anew."""
         return np.array(self.read(), dtype, copy=copy)
 
 
 def dtype_of(value: Any) -> np.dtype:
-    """The dtype of an array or a torch tensor, without a look at its numbers.
+    """The dtype of an array or a torch tensor, found without reading its values.
 
     Raises:
-        ValueError: it is neither, or numpy has no such dtype.
+        ValueError: the value is neither, or numpy has no such dtype.
 
     """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -45,7 +45,7 @@ def dtype_of(value: Any) -> np.dtype:
 
 
 def is_floating(value: Any) -> bool:
-    """Is it an array or a tensor of floating numbers? Those of 8 bits are quantised weights."""
+    """Whether a value has floats of more than 8 bits. Those of 8 bits are quantized weights."""
     try:
         dtype = dtype_of(value)
     except ValueError:
@@ -54,11 +54,11 @@ def is_floating(value: Any) -> bool:
 
 
 def cast(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The same weights with floating numbers of a dtype, each rounded when it is read."""
+    """Casts floating weights to a dtype. Each array is rounded when it is read."""
 
     def rounded(value: Any) -> StoredArray:
         def read() -> np.ndarray:
-            with np.errstate(over="ignore"):  # `from_torch` warns of what is not finite
+            with np.errstate(over="ignore"):  # `from_torch` warns about NaN and infinite values
                 return as_numpy(value).astype(dtype)
 
         return StoredArray(tuple(value.shape), jnp.dtype(dtype), read)
@@ -70,7 +70,7 @@ def cast(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def as_numpy(value) -> np.ndarray:
-    """A torch tensor, of whatever dtype, or an array as a numpy array."""
+    """Converts an array or a torch tensor of any dtype to a numpy array."""
     if not hasattr(value, "detach"):
         return np.asarray(value)
     tensor = value.detach().cpu()

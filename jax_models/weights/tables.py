@@ -1,8 +1,8 @@
-"""Weight tables of the layers that both frameworks have.
+"""Weight tables for the layers that exist in both frameworks.
 
-A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
-kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
-`from_torch` and `to_torch` read the same table in the two directions.
+A table is a list of `Weight` rows. A layout is the name of a table. If a layer can read several
+kinds of `state_dict`, it has a table for each, and its `torch_layouts` returns them by name.
+`from_torch` and `to_torch` use the same table in opposite directions.
 """
 
 from math import prod
@@ -46,9 +46,10 @@ def linear_general(
     bias: bool | None = None,
     use_bias: bool | None = None,
 ) -> Table:
-    """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
+    """`nnx.LinearGeneral` with several axes, and `torch.nn.Linear` with the axes flattened.
 
-    So a projection to heads is of `in_shape=(features,)`, `out_shape=(num_heads, head_size)`.
+    A projection to heads, for example, has `in_shape=(features,)` and
+    `out_shape=(num_heads, head_size)`.
     """
     flat = (prod(in_shape), prod(out_shape))
     weight = reshaped(
@@ -66,9 +67,9 @@ def linear_of_image(
     bias: bool | None = None,
     use_bias: bool | None = None,
 ) -> Table:
-    """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
+    """`linear` on a flattened image: (height, width, channels) here, channels first in torch.
 
-    `shape` is torch's, (channels, height, width), or that of as many axes as there are.
+    `shape` is torch's, (channels, height, width), or channels and any other number of axes.
     """
 
     def to_jax(a):
@@ -82,7 +83,7 @@ def linear_of_image(
 
 
 def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
-    """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
+    """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, with any number of groups."""
     return _with_bias(flipped(at(param, "kernel"), at(key, "weight")), param, key, bias, use_bias)
 
 
@@ -98,8 +99,8 @@ def conv_transpose(
     """`nnx.ConvTranspose` and `torch.nn.ConvTranspose1d`, `2d` or `3d`.
 
     torch's kernel is (in, out / groups, …). Flax's is (…, in, out) and reversed along its spatial
-    axes, or with `transpose_kernel=True` (…, out, in) and not reversed. Flax has no groups; a
-    kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
+    axes, or with `transpose_kernel=True`, (…, out, in) and not reversed. Flax has no groups. With
+    groups, a kernel of `jax.lax.conv_general_dilated` is (…, in / groups, out).
     """
     if transpose_kernel:
         return conv(param, key, bias=bias, use_bias=use_bias)
@@ -134,7 +135,7 @@ def layer_norm(
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
-    """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or one whose scale has another name."""
+    """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or another norm, whose scale is called `name`."""
     return [same(at(param, "scale"), at(key, name))]
 
 
@@ -146,9 +147,9 @@ def group_norm(param: str, key: str) -> Table:
 def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None = None) -> Table:
     """`nnx.BatchNorm` and `torch.nn.BatchNorm1d`, `2d` or `3d`.
 
-    `stats` is the path of the running mean and variance where they are in another collection, as
-    in Linen. Flax does not count batches: export writes 0 to torch's counter, which torch reads
-    only with `momentum=None`.
+    `stats` is the path of the running mean and variance if they are in another collection, as in
+    Linen. Flax does not count batches, so export writes 0 to torch's counter, which torch uses only
+    with `momentum=None`.
     """
     stats = param if stats is None else stats
     return [
@@ -171,14 +172,15 @@ def multi_head_attention(
 ) -> Table:
     """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
 
-    `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim` where given: torch
-    then has three matrices instead of one.
+    `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim`, if given. In this
+    case, torch has three matrices instead of one.
     """
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
         [at(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
     )
+    # torch stores the three projections as one matrix, unless keys or values have another size.
     if kv_features is None:
         weights = [_of_heads(parts(kernels, at(key, "in_proj_weight")), (features,), heads)]
     else:
@@ -202,7 +204,7 @@ def multi_head_attention(
 
 
 def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Weight:
-    """The row, the last axis of each parameter divided into heads."""
+    """The row with the last axis of each parameter divided into heads."""
     return row._replace(
         to_jax=lambda a: tuple(part.reshape(*size, *heads) for part in row.to_jax(a)),
         to_torch=lambda *values: row.to_torch(*(v.reshape(*size, prod(heads)) for v in values)),

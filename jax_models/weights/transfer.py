@@ -1,4 +1,4 @@
-"""Load a torch `state_dict` into a layer, and export one, by the layer's weight tables."""
+"""Loads a torch `state_dict` into a layer and exports one, using the layer's weight tables."""
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -33,37 +33,37 @@ def from_torch(
     *,
     prefix: str = "",
 ) -> Layer:
-    """Load a torch `state_dict` into a layer, in place, and return the layer.
+    """Loads a torch `state_dict` into a layer in place, and returns the layer.
 
         >>> import torch
         >>> layer = LSTM(5, 6, rngs=nnx.Rngs(0))
         >>> layer = from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
 
     Args:
-        layer: a layer of this package, or any `nnx.Module` with a table of its own as `layout`,
-            built with the sizes and options of the torch module. Its parameters may be abstract
+        layer: a layer of this package, or any `nnx.Module` if `layout` is a table for it, built
+            with the sizes and options of the torch module. Its parameters may be abstract
             (`nnx.eval_shape`), if it has no dropout.
-        state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
-        layout: the layout's name, or a table. None: the layout that has the state_dict's keys.
-        prefix: where the torch module is in the model that the `state_dict` is of, as
-            "encoder.lstm.". Only the keys that start so are read.
+        state_dict: torch tensors (or arrays) by key, as returned by `module.state_dict()`.
+        layout: the name of a layout, or a table. None: the layout whose keys are in the state_dict.
+        prefix: the path of the torch module if the `state_dict` is that of a larger model, such as
+            "encoder.lstm.". Only keys that start with the prefix are read.
 
-    Every key is used once and every parameter is set once. Values are never changed: a dtype that
-    the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
-    its dtype, its sharding and its metadata. Under `jax.set_mesh`, a parameter that is not yet on a
-    mesh gets the sharding that its metadata names (`nnx.with_partitioning`). Without such metadata,
-    it is replicated on all devices of the mesh.
+    Every key is used once and every parameter is set once. Values are never changed, so a dtype
+    that the parameter cannot represent exactly is refused, and so are integers and bools for
+    floating parameters. A parameter keeps its dtype, its sharding and its metadata. Under
+    `jax.set_mesh`, a parameter that is not yet on a mesh gets the sharding in its metadata
+    (`nnx.with_partitioning`). Without such metadata, it is replicated on all devices of the mesh.
 
     Raises:
-        TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, `layout` neither a
-            name nor a table, or `prefix` no string; or the layer has no layouts of its own and
-            `layout` is None.
-        ValueError: the layout is unknown, no key is under the prefix, a table's row does not fit,
-            or keys are missing, unexpected, of another shape or of a wider dtype, or hold values
-            outside a parameter's bounds: all of them are listed, and the layer is left as it was.
-            If the weights are under another prefix or in an entry, the message has the argument
-            that gives them. Also if a parameter's sharding does not fit the mesh, or a parameter
-            is traced.
+        TypeError: `layer` is not an `nnx.Module`, `state_dict` is not a mapping, `layout` is
+            neither a name nor a table, `prefix` is not a string, or the layer has no layouts of its
+            own and `layout` is None.
+        ValueError: the layout is unknown, no key has the prefix, a row of the table does not fit,
+            or keys are missing, unexpected, of another shape or of a wider dtype, or have values
+            outside the bounds of a parameter. The message lists all such keys, and the layer is
+            left unchanged. If the weights are under another prefix or in an entry, the message says
+            which argument to pass. Also if the sharding of a parameter does not fit the mesh, or a
+            parameter is traced.
 
     Warns:
         UserWarning: weights are NaN or infinite.
@@ -76,17 +76,17 @@ def from_torch(
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
-    # Find the table, and where each parameter is to go.
+    # Find the table, and the sharding of each parameter.
     params = params_of(layer)
     name, table = weight_table(layer, layout, whole, place)
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
-    # Compare all shapes and dtypes before any numbers are read.
+    # Check all shapes and dtypes before any values are read, because reading can take long.
     placeholders = {path: placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} {f'in layout {name!r}' if name else 'with this table'}"
     check_entries(table, placeholders, state_dict, _check, what)
 
-    # Read all arrays before any parameter is set, so that a fault leaves the layer as it was.
+    # Read all arrays before any parameter is set, so that an error leaves the layer unchanged.
     placed, faults, not_finite = {}, [], []
     for row in table:
         try:
@@ -109,25 +109,25 @@ def from_torch(
 def to_torch(
     layer: Any, layout: str | Table | None = None, *, prefix: str = ""
 ) -> dict[str, np.ndarray]:
-    """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
+    """Exports the layer's weights as a `state_dict` of numpy arrays, bit for bit.
 
         >>> state_dict = to_torch(LSTM(5, 6, rngs=nnx.Rngs(0)))
         >>> state_dict["weight_ih_l0"].shape
         (24, 5)
 
     Args:
-        layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
-        layout: the layout's name, or a table. None: the layer's first layout.
-        prefix: where the torch module is in a larger model, as "encoder.lstm.": what each key
-            starts with.
+        layer: a layer of this package, or any `nnx.Module` if `layout` is a table for it.
+        layout: the name of a layout, or a table. None: the layer's first layout.
+        prefix: the path of the torch module in a larger model, such as "encoder.lstm.", with which
+            each key starts.
 
-    Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16 of its
-    own: such arrays have the dtype of `ml_dtypes`, and `torch.from_numpy(a.view(np.uint16))
-    .view(torch.bfloat16)` reads them.
+    Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16, so such
+    arrays have the dtype of `ml_dtypes`. To read them in torch, use
+    `torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16)`.
 
     Raises:
-        TypeError: `layer` is not an `nnx.Module`, `layout` neither a name nor a table, or `prefix`
-            no string.
+        TypeError: `layer` is not an `nnx.Module`, `layout` is neither a name nor a table, or
+            `prefix` is not a string.
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
@@ -136,11 +136,11 @@ def to_torch(
 
 
 def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:
-    """The result of `to_torch`, each of whose arrays is computed when its numbers are read.
+    """Like `to_torch`, but each array is computed only when its values are read.
 
     Raises:
-        TypeError: as `to_torch`.
-        ValueError: as `to_torch`.
+        TypeError: as for `to_torch`.
+        ValueError: as for `to_torch`.
 
     """
     params = {path: param.get_value() for path, param in params_of(layer).items()}
@@ -161,14 +161,14 @@ def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, S
 
 
 def _place(prefix: str) -> str:
-    """The path of a torch module from the prefix of its keys."""
+    """Returns the path of a torch module, given the prefix of its keys."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: expected a string, got {type(prefix).__name__}")
     return prefix.removesuffix(".")
 
 
 def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
-    """The array of a row's i-th key."""
+    """Computes the array of a row's i-th key."""
     return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
 
 
@@ -179,12 +179,13 @@ def check_entries(
     check: Callable[[Any, np.ndarray], None],
     what: str,
 ) -> None:
-    """Compare a state_dict's entries with arrays of the shapes and dtypes that they should have.
+    """Checks a state_dict's entries against arrays of the expected shapes and dtypes.
 
-    An entry that no parameter holds may have any dtype.
+    An entry that corresponds to no parameter may have any dtype.
 
     Raises:
-        ValueError: keys are missing, unexpected, or refused by `check`: all of them are listed.
+        ValueError: keys are missing, unexpected, or refused by `check`. The message lists all of
+            them.
 
     """
     faults, missing = [], {}
@@ -207,7 +208,7 @@ def check_entries(
 
 
 def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[Fault]:
-    """The missing keys, each with the unexpected one of its shape if there is a single one."""
+    """Describes the missing keys, and suggests an unexpected key if only one has the same shape."""
     faults = []
     for key, shape in missing.items():
         others = [other for other, its in unexpected.items() if its == shape]
@@ -218,7 +219,7 @@ def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[
 
 
 def _check(value: Any, like: np.ndarray) -> None:
-    """Refuse a value of the state_dict that has not the shape and the dtype of `like`."""
+    """Refuses a value of the state_dict that does not fit the shape and dtype of `like`."""
     dtype = dtype_of(value)
     if np.ma.isMaskedArray(value):
         raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
@@ -238,7 +239,7 @@ def _check(value: Any, like: np.ndarray) -> None:
 
 
 def check_shape(value: Any, like: np.ndarray) -> None:
-    """Refuse an entry of a state_dict that has not the shape of `like`."""
+    """Refuses an entry of a state_dict that does not have the shape of `like`."""
     if np.shape(value) != like.shape:
         raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
@@ -250,12 +251,12 @@ def _placed(
     shardings: Mapping[str, Any],
     not_finite: list[str],
 ) -> dict[str, jax.Array]:
-    """A row's parameters, in their shardings. Keys with NaN or infinite numbers go to `not_finite`.
+    """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
-    No more than one copy of them is in memory beside the result.
+    Besides the result, at most one copy of the arrays is in memory.
 
     Raises:
-        ValueError: an array cannot be read, or a parameter cannot take what the row makes.
+        ValueError: an array cannot be read, or does not fit its parameter.
 
     """
     if not row.params:
@@ -267,7 +268,7 @@ def _placed(
     ]
     values = [*transformed(row, "to_jax", arrays)]
     del arrays
-    # JAX may keep the memory that it is given
+    # JAX may use the memory of an array that it is given, so copy arrays that belong to the caller.
     own = np.asarray if all(isinstance(entry, StoredArray) for entry in entries) else np.array
     placed = {}
     for path in row.params:
@@ -280,7 +281,7 @@ def _placed(
 
 
 def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
-    """Returns the sharding for a parameter's array. None: on the default device, uncommitted.
+    """Returns the sharding for a parameter's array, or None for an uncommitted array.
 
     Under `jax.set_mesh`, the sharding of an abstract parameter names the axes of the mesh but not
     its devices, and an array made before the mesh was set is not committed to any device.
@@ -308,7 +309,7 @@ def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
 
 
 def _on_devices(mesh: AbstractMesh) -> Mesh:
-    """Returns a mesh like the one that was set when the layer was built, on the devices here."""
+    """Returns a mesh like the one that was set when the layer was built, on the present devices."""
     if mesh.size > jax.device_count():
         raise ValueError(
             f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: "
@@ -330,7 +331,7 @@ def _refuse(faults: list[Fault], what: str) -> None:
 
 
 def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
-    """Why the parameter cannot take the value."""
+    """Describes why a value does not fit the parameter, or returns None."""
     shape = param.get_value().shape
     if value.shape != shape:
         return f"to_jax gives shape {value.shape}, the parameter has {shape}"

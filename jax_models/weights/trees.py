@@ -1,4 +1,4 @@
-"""Weight tables of trees of arrays: Linen's variables, Equinox's modules, haiku's parameters."""
+"""Weight tables for trees of arrays: Linen variables, Equinox modules and haiku parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from jax_models.weights.transfer import check_entries, check_shape
 
 
 def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
-    """The function that puts a torch `state_dict` into a tree of arrays, by a weight table.
+    """Returns a function that loads a torch `state_dict` into a tree of arrays, by a weight table.
 
         >>> tree = {"out": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
         >>> load = loader(tree, linear("out", "head"))
@@ -22,16 +22,17 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
         (3, 2)
 
     Args:
-        tree: Linen's variables, an Equinox module, haiku's parameters, or any tree that JAX knows.
-            Its floating arrays are the parameters; `path_of` names them, as in `params.out.kernel`.
-        table: names every parameter once.
+        tree: Linen variables, an Equinox module, haiku parameters, or any other pytree. Its
+            floating arrays are the parameters, and `path_of` defines their names, such as
+            `params.out.kernel`.
+        table: a weight table that names every parameter once.
 
-    The arrays get the dtypes of the state_dict, and everything else in the tree stays as it is.
-    Gradients and `jax.jit` go through the function.
+    The arrays get the dtypes of the state_dict, and everything else in the tree stays unchanged.
+    The function can be differentiated and compiled by `jax.jit`.
 
     Raises:
-        ValueError: a row does not fit the tree. The function raises it where keys are missing,
-            unexpected or of another shape: all of them are listed.
+        ValueError: a row does not fit the tree. The returned function raises a ValueError if keys
+            are missing, unexpected or of another shape, and lists all of them.
 
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -56,12 +57,12 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def path_of(path: tuple[Any, ...]) -> str:
-    """A leaf's place in a tree: `params.out.kernel`."""
+    """The name of a leaf in a tree, such as `params.out.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def is_floating(leaf: Any) -> bool:
-    """Is it a floating array?"""
+    """Whether a leaf is a floating array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

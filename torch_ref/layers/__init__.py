@@ -1,1 +1,1 @@
-"""The layers, one architecture a file."""
+"""The layers, one architecture per file."""

@@ -1,4 +1,4 @@
-"""The activations that layers take by name."""
+"""The activations that can be chosen by name."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Causal self-attention in plain PyTorch, with which The Annotated Hyena compares Hyena."""
+"""The causal self-attention in plain PyTorch to which The Annotated Hyena compares Hyena."""
 
 __all__ = ["CausalSelfAttention", "SelfAttentionBlock"]
 
@@ -9,10 +9,10 @@ from torch_ref.layers.state import State
 
 
 class CausalSelfAttention(nn.Module):
-    """`softmax(q kᵀ / √d + mask) v` in each head, the mask −∞ above the diagonal.
+    """`softmax(q kᵀ / √d + mask) v` in each head, where the mask is −∞ above the diagonal.
 
-    x is (batch, time, features), the state (inputs,): all so far; the dropout is that of the
-    attention weights.
+    x is (batch, time, features), and the state is (inputs,), which holds all inputs so far. The
+    dropout applies to the attention weights.
     """
 
     def __init__(self, features: int, num_heads: int, *, dropout_rate: float = 0.0):

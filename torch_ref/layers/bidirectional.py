@@ -1,4 +1,4 @@
-"""Two stacks that run both ways over a sequence, in plain PyTorch."""
+"""Two stacks that run over a sequence in opposite directions, in plain PyTorch."""
 
 __all__ = ["RNNBidirectional"]
 
@@ -10,10 +10,11 @@ from torch_ref.layers.state import State
 
 
 class RNNBidirectional(nn.Module):
-    """Two whole stacks, one on reversed time, joined at the end.
+    """Two whole stacks, one of which runs backward in time, with joined outputs.
 
-    The state is (h forward, h backward), each (num_layers, batch, hidden_features). For one layer
-    this is torch's `bidirectional=True`; for more, torch's layers each read both directions.
+    The state is (h forward, h backward), each (num_layers, batch, hidden_features). With one layer,
+    this is the same as torch's `bidirectional=True`. With more, each of torch's layers reads both
+    directions of the layer below, whereas here it reads only its own.
     """
 
     def __init__(self, in_features: int, hidden_features: int, **options):

@@ -1,4 +1,4 @@
-"""The blocks of Griffin in plain PyTorch, as RecurrentGemma has them (arXiv 2402.19427).
+"""The blocks of Griffin in plain PyTorch, as in RecurrentGemma (arXiv 2402.19427).
 
 The keys are those of transformers' RecurrentGemma.
 """
@@ -27,7 +27,7 @@ class ZeroCenteredRMSNorm(nn.Module):
 
 
 def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tensor:
-    """Turn (x_i, x_{i + n/2}) by p · θ^{−2i/n}, n = `rotated`, x (batch, time, heads, features)."""
+    """Rotates (x_i, x_{i + n/2}) by p · θ^{−2i/n}, n = `rotated`; x is (batch, time, heads, d)."""
     frequencies = theta ** (-torch.arange(0, rotated, 2).to(x) / rotated)
     angles = (positions[..., None].to(x) * frequencies)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
@@ -38,24 +38,27 @@ def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tenso
 def local_attention(
     q: Tensor, k: Tensor, v: Tensor, state: State, *, rotated: int, theta: float
 ) -> tuple[Tensor, State]:
-    """Attention of turned q and k over the keys of the state and of the steps up to each.
+    """Attends from rotated q to the rotated keys of the state and of the steps up to each step.
 
-    q is (batch, time, heads, d); k and v have as many heads or fewer, each of which serves as many
-    neighboring heads of q. The state is (position, keys, values): the steps so far of each row,
-    and the keys and values of the last window − 1 > 0, (batch, window − 1, heads, d), those of step
-    p in slot p mod (window − 1).
+    q is (batch, time, heads, d). k and v may have fewer heads, each of which is shared by the same
+    number of neighboring heads of q. The state is (position, keys, values): each row's number of
+    steps so far, and the keys and values of the last window − 1 > 0 steps, (batch, window − 1,
+    heads, d). Those of step p are in slot p mod (window − 1).
     """
+    # Rotate queries and keys by their positions.
     position, keys, values = state
     positions = position[:, None] + torch.arange(q.shape[1], device=q.device)
     q = rotary(q, positions, rotated=rotated, theta=theta)
     k = rotary(k, positions, rotated=rotated, theta=theta)
 
+    # Compute the step that each slot holds, to mask keys outside the window.
     slots = torch.arange(keys.shape[1], device=q.device)
     last = position[:, None] - 1
     of_slots = last - (last - slots) % len(slots)
-    of_keys = torch.cat([of_slots, positions], dim=1)  # the steps that the keys are of
+    of_keys = torch.cat([of_slots, positions], dim=1)  # the step of each key
     distance = positions[:, None, :, None] - of_keys[:, None, None]
     unseen = (of_keys < 0)[:, None, None] | (distance < 0) | (distance > len(slots))
+    # Attend to the stored and the new keys together.
     all_keys, all_values = (
         torch.cat(pair, dim=1).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         for pair in ((keys, k), (values, v))
@@ -64,6 +67,7 @@ def local_attention(
     weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
     y = torch.einsum("bhts,bshd->bthd", weights, all_values)
 
+    # Write the last keys and values into their slots.
     rows = torch.arange(q.shape[0], device=q.device)[:, None]
     written = positions[:, -len(slots) :] % len(slots)
     keys, values = keys.clone(), values.clone()
@@ -73,7 +77,7 @@ def local_attention(
 
 
 def no_keys(weight: Tensor, batch_size: int, window: int, heads: int, size: int) -> State:
-    """The state before the first step, where the weight is."""
+    """The state before the first step, on the device and in the dtype of the weight."""
     keys, values = weight.new_zeros(2, batch_size, window - 1, heads, size)
     return torch.zeros(batch_size, dtype=torch.int32, device=weight.device), keys, values
 
@@ -81,7 +85,7 @@ def no_keys(weight: Tensor, batch_size: int, window: int, heads: int, size: int)
 class LocalAttention(nn.Module):
     """Each head is `softmax(q kᵀ / √d) v` over the current step and the window − 1 before it.
 
-    x is (batch, time, features); `local_attention` has the state.
+    x is (batch, time, features). The state is that of `local_attention`.
     """
 
     def __init__(
@@ -125,8 +129,8 @@ class GriffinRecurrence(nn.Module):
 
         y_t = (gelu(x_t W_gate + b_gate) ⊙ rglru(conv(x_t W_rec + b_rec))) W_out + b_out
 
-    x and y are (batch, time, features), the state (position, inputs, h): the steps so far of each
-    row, then the states of `conv_1d` and `rg_lru`.
+    x and y are (batch, time, features), and the state is (position, inputs, h): each row's number
+    of steps so far, then the states of `conv_1d` and `rg_lru`.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class GriffinRecurrence(nn.Module):
 
 
 class GriffinBlock(nn.Module):
-    """`x ← x + mixing(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixing."""
+    """`x ← x + mixing(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of `mixing`."""
 
     def __init__(
         self,

@@ -9,14 +9,14 @@ from torch_ref.layers.state import State
 
 
 class GRUScratch(nn.Module):
-    """One layer of GRU, a pair of Linears a gate.
+    """A GRU with one layer and a pair of Linears per gate.
 
         r, z = σ(x_t W_i* + b_i* + h_{t−1} W_h* + b_h*)
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
     Without `reset_after`, n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn).
-    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
+    x is (batch, time, in_features), and the state is (h,) with h (1, batch, hidden_features).
     """
 
     def __init__(self, in_features: int, hidden_features: int, *, use_bias=True, reset_after=True):

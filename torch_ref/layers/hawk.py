@@ -13,8 +13,8 @@ from torch_ref.layers.state import State
 class Decay(torch.autograd.Function):
     """`p = a^e` and `m = √(1 − p²)` for a in [0, 1] and e ≥ 0, without cancellation near p = 1.
 
-    ∂p/∂a = e a^{e−1} is infinite at a = 0 and ∂m = −(p/m) ∂p at m = 0: with ε the spacing of the
-    dtype's numbers at 1, the derivatives are those of a ≥ ε and m ≥ √ε.
+    ∂p/∂a = e a^{e−1} is infinite at a = 0, and ∂m = −(p/m) ∂p at m = 0. The derivatives therefore
+    use at least ε for a and at least √ε for m, where ε is the spacing of the dtype at 1.
     """
 
     @staticmethod
@@ -50,13 +50,13 @@ class SquareRoot(torch.autograd.Function):
 
 
 def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`x W + b`, the weight (blocks, in, out) being the blocks of W."""
+    """`x W + b`, where the weight (blocks, in, out) holds the diagonal blocks of W."""
     blocks = x.unflatten(-1, weight.shape[:2])
     return (torch.einsum("...hi,hij->...hj", blocks, weight) + bias).flatten(-2)
 
 
 def initial_a_param(features: int) -> Tensor:
-    """Makes a² = e^{−2 softplus(a_param)} uniform in [0.9², 0.999²], as recurrentgemma does."""
+    """Draws a_param as recurrentgemma: a² = e^{−2 softplus(a_param)} uniform in [0.9², 0.999²]."""
     a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
     return torch.expm1(-a.log()).log()
 
@@ -69,8 +69,8 @@ class RGLRU(nn.Module):
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    x and y = h are (batch, time, features), the state (h,) with h (batch, features). a^c starts
-    uniform in [0.9, 0.999], as in the paper. The gradients at a = 0 and a = 1 are finite.
+    x and y = h are (batch, time, features), and the state is (h,) with h (batch, features). a^c is
+    drawn uniformly from [0.9, 0.999], as in the paper. The gradients at a = 0 and a = 1 are finite.
 
     With `parameterization="softplus"`, the parameter is a_param, and a = e^{−softplus(a_param)}.
 
@@ -147,8 +147,8 @@ class RGLRU(nn.Module):
 class CausalConv1d(nn.Module):
     """A depthwise convolution over the last kernel_size inputs.
 
-    x is (batch, time, features), the state (inputs,): the last ones, (batch, features,
-    kernel_size − 1).
+    x is (batch, time, features), and the state is (inputs,), which holds the last inputs, (batch,
+    features, kernel_size − 1).
     """
 
     def __init__(self, features: int, kernel_size: int):
@@ -170,7 +170,7 @@ class Hawk(nn.Module):
 
         y_t = (gelu(x_t W_gate) ⊙ rglru(conv(x_t W_rec))) W_out
 
-    gelu is the exact one, with erf. x and y are (batch, time, features), the state is that of
+    gelu is the exact GELU, with erf. x and y are (batch, time, features). The state is that of
     `conv`, then that of `rglru`.
     """
 
@@ -191,7 +191,7 @@ class Hawk(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu or that by tanh."""
+    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu or another `activation`."""
 
     def __init__(
         self,

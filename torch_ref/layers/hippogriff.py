@@ -36,9 +36,9 @@ class HippogriffHawk(nn.Module):
     c is 8. In version 0.0.3, c is e^alpha_log_scale, which is saved but not trained. If kernel_size
     is None, there is no convolution, and u = x W_rec.
 
-    x and y are (batch, time, features), the state (inputs, h): the last kernel_size − 1 inputs of
-    the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch, hidden_features).
-    Without a convolution, inputs is empty: (batch, hidden_features, 0).
+    x and y are (batch, time, features), and the state is (inputs, h): the last kernel_size − 1
+    inputs of the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch,
+    hidden_features). Without a convolution, inputs is empty: (batch, hidden_features, 0).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HippogriffHawk(nn.Module):
 
 
 class HippogriffMLP(nn.Module):
-    """`(gelu(x W_gate) ⊙ x W_up) W_down`, the first two side by side."""
+    """`(gelu(x W_gate) ⊙ x W_up) W_down`, where `grow` has W_gate and W_up side by side."""
 
     def __init__(self, features: int, mlp_features: int):
         super().__init__()
@@ -103,8 +103,8 @@ class HippogriffMLP(nn.Module):
 class HippogriffAttention(nn.Module):
     """Each head is `softmax(q kᵀ / √d) v` over the current step and the window − 1 before it.
 
-    Heads are turned by their positions as a whole. x is (batch, time, features);
-    `local_attention` has the state.
+    Rotary positions apply to whole heads. x is (batch, time, features), and the state is that of
+    `local_attention`.
     """
 
     def __init__(self, features: int, num_heads: int, *, num_kv_heads: int, window: int):
@@ -134,10 +134,10 @@ class HippogriffBlock(nn.Module):
         x ← x + hawk(norm(x)),    x ← x + mlp(norm(x))
         x ← x + smqa(norm(x)),    x ← x + mlp(norm(x))
 
-    Version 0.0.3 runs the attention first and calls the recurrence `time` and its MLP `gmlp`.
-    If num_heads is None, there is no attention.
+    Version 0.0.3 runs the attention first, and calls the recurrence `time` and its MLP `gmlp`. If
+    num_heads is None, there is no attention.
 
-    x is (batch, time, features), the state that of the recurrence, then that of `smqa`.
+    x is (batch, time, features). The state is that of the recurrence, then that of `smqa`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Hyena in plain PyTorch (arXiv 2302.10866), under the keys of The Annotated Hyena.
+"""Hyena in plain PyTorch (arXiv 2302.10866), with the keys of The Annotated Hyena.
 
-x_i and v are channels first, (batch, features, time).
+x_i and v have channels first: (batch, features, time).
 """
 
 __all__ = ["AuthenticHyenaBlock", "HyenaBlock", "Projection"]
@@ -14,10 +14,11 @@ from torch_ref.layers.state import State
 
 
 def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
-    """`y_t = Σ_{s≤t} h_{t−s} v_s + v_t ⊙ skip`, by the convolution theorem.
+    """`y_t = Σ_{s≤t} h_{t−s} v_s + v_t ⊙ skip`, computed by FFT.
 
-    L zeros at the end keep the circular convolution of the FFT from wrapping round. There is no
-    FFT of half-precision numbers: they are transformed in float32. The dtype is that of h.
+    L zeros at the end keep the circular convolution of the FFT from wrapping around. Half-precision
+    inputs are transformed in float32, because there is no half-precision FFT. The result has the
+    dtype of h.
     """
     L = v.shape[-1]
     dtype = torch.promote_types(h.dtype, torch.float32)
@@ -26,16 +27,16 @@ def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
 
 
 def go_on(h: Tensor, v: Tensor, skip: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """`fft_conv` of the inputs `past` and v: the outputs of v, and the inputs so far."""
+    """Continues a convolution of `past` with v: returns the new outputs, and all inputs so far."""
     inputs = torch.cat([past, v], dim=-1)
     return fft_conv(h, inputs, skip)[..., past.shape[-1] :], inputs
 
 
 class Projection(nn.Module):
-    """`x_1 … x_N, v = w ⋆ (A u + b) + c`: a Linear, then a causal convolution of each channel.
+    """`x_1 … x_N, v = w ⋆ (A u + b) + c`: a Linear, then a causal depthwise convolution.
 
-    u is (batch, time, features), the outputs are (batch, features, time), and the state the last
-    kernel_size − 1 results of the Linear, (batch, features · (N + 1), kernel_size − 1).
+    u is (batch, time, features), and the outputs are (batch, features, time). The state holds the
+    last kernel_size − 1 outputs of the Linear, (batch, features · (N + 1), kernel_size − 1).
     """
 
     def __init__(self, features: int, order: int, kernel_size: int):
@@ -63,8 +64,8 @@ class HyenaBlock(nn.Module):
         v ← v + x_i / |x_i| ⊙ (h_i * v + B_i ⊙ v), for each i
         y = v + dropout(v W + b)
 
-    |x_i| is over the channels. u and y are (batch, time, features). The state is that of the
-    projection, then the inputs v of each convolution so far. The Annotated Hyena declares the
+    |x_i| is the norm over the channels. u and y are (batch, time, features). The state is that of
+    the projection, then all inputs v of each convolution so far. The Annotated Hyena declares the
     dropout but never applies it.
     """
 
@@ -103,7 +104,7 @@ class AuthenticHyenaBlock(nn.Module):
         v ← x_i ⊙ (h_i * v + B_i ⊙ v), for each i
         y = dropout(v W + b)
 
-    u and y are (batch, time, features), the state is that of `HyenaBlock`. The Annotated Hyena
+    u and y are (batch, time, features), and the state is that of `HyenaBlock`. The Annotated Hyena
     declares the dropout but never applies it.
     """
 

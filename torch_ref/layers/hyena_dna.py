@@ -1,7 +1,7 @@
-"""Hyena in plain PyTorch as in HyenaDNA (arXiv 2306.15794), under its keys.
+"""The Hyena of HyenaDNA in plain PyTorch (arXiv 2306.15794), with HyenaDNA's keys.
 
-x_i and v are channels first, (batch, features, time). HyenaDNA's `t` and `deltas` are buffers,
-here parameters with requires_grad=False.
+x_i and v have channels first: (batch, features, time). `t` and `deltas` are buffers in HyenaDNA,
+and parameters with requires_grad=False here.
 """
 
 __all__ = ["HyenaDNABlock", "HyenaDNAFilter", "HyenaDNAMixer"]
@@ -20,9 +20,10 @@ from torch_ref.layers.state import State
 
 
 class HyenaDNAPosition(nn.Module):
-    """Trained rows that start as `[t/(L−1), cos(2πft/L) …, −sin(2πft/L) …]`, and t/(L−1).
+    """Trained rows, initially `[t/(L−1), cos(2πft/L) …, −sin(2πft/L) …]`, and the times t/(L−1).
 
-    L is max_length; embed_features is 2K + 1, and f goes from 1e-4 to K − 1 in K equal steps.
+    L is max_length, embed_features is 2K + 1, and f takes K evenly spaced values from 1e-4 to
+    K − 1.
     """
 
     def __init__(self, embed_features: int, max_length: int):
@@ -36,7 +37,7 @@ class HyenaDNAPosition(nn.Module):
 
 
 class HyenaDNAWindow(nn.Module):
-    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel. If not `modulate`, h."""
+    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ per channel, or h if not `modulate`."""
 
     def __init__(self, features: int, shift: float, modulate: bool):
         super().__init__()
@@ -48,7 +49,7 @@ class HyenaDNAWindow(nn.Module):
 
 
 class HyenaDNAFilter(nn.Module):
-    """`filter(L)` is (order, features, L): a network with one trained sine for all its layers.
+    """`filter(L)` is (order, features, L): a network whose layers share one trained sine.
 
     With `normalized`, the outputs of all filters at a step are divided by their L1 norm.
     """
@@ -74,6 +75,7 @@ class HyenaDNAFilter(nn.Module):
         self.normalized = normalized
         self.bias = nn.Parameter(torch.randn(order * features), requires_grad=filter_bias)
         self.pos_emb = HyenaDNAPosition(embed_features, max_length)
+        # All layers of the network share one sine, whose frequency is trained.
         sine = Sin(mlp_features, omega)
         sine.freq.requires_grad = True
         self.implicit_filter = nn.Sequential(nn.Linear(embed_features, mlp_features), sine)
@@ -88,7 +90,7 @@ class HyenaDNAFilter(nn.Module):
         h = self.implicit_filter(self.pos_emb.z[:, :length])
         if self.normalized:
             norm = h.abs().sum(dim=-1, keepdim=True)
-            h = h / torch.where(norm > 0, norm, 1)  # a tap of zeros stays zero
+            h = h / torch.where(norm > 0, norm, 1)  # a tap that is zero in all channels stays zero
         h = self.modulation(self.pos_emb.t[:, :length], h)
         return h[0].mT.reshape(*self.sizes, length)
 
@@ -100,8 +102,8 @@ class HyenaDNAMixer(nn.Module):
         v ← h_n * (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}, for n = 1 … N − 1
         y = dropout(activation(v ⊙ x_0) W + b)
 
-    If not filter_bias, B counts as 0. u and y are (batch, time, features). The state is the last
-    results of A u + b, then the inputs of each convolution so far.
+    If not filter_bias, B is treated as 0. u and y are (batch, time, features). The state holds the
+    last values of A u + b, then all inputs of each convolution so far.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class HyenaDNAMixer(nn.Module):
 
 
 class HyenaDNAMLP(nn.Module):
-    """`gelu(x W_1 + b_1) W_2 + b_2`, the gelu by tanh."""
+    """`gelu(x W_1 + b_1) W_2 + b_2`, with gelu approximated by tanh."""
 
     def __init__(self, features: int, mlp_features: int):
         super().__init__()
@@ -183,7 +185,7 @@ class HyenaDNAMLP(nn.Module):
 class HyenaDNABlock(nn.Module):
     """`x + mixer(norm1(x))`, then `x + mlp(norm2(x))`.
 
-    The state is that of the mixer, which also takes all other options.
+    The state is that of the mixer, to which all other options are passed.
     """
 
     def __init__(

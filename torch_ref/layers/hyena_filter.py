@@ -1,8 +1,8 @@
-"""The filters of Hyena in plain PyTorch (arXiv 2302.10866), under The Annotated Hyena's keys.
+"""The filters of Hyena in plain PyTorch (arXiv 2302.10866), with the keys of The Annotated Hyena.
 
-A filter is (order, features, time). The constants `t`, `time_emb` and `freq` are parameters, for
-they are in the state_dict; they and those parameters that have no part in the output have
-requires_grad=False, so that a weight-decaying optimizer leaves them alone.
+A filter is (order, features, time). The constants `t`, `time_emb` and `freq` are parameters,
+because they are in the state_dict. They have requires_grad=False, and so do parameters that do not
+affect the output, so that an optimizer with weight decay does not change them.
 """
 
 __all__ = [
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 
 def decay_rates(features: int) -> Tensor:
-    """α (1, features, 1): e^{αt} falls to 0.01 at t = 1.5 (slowest channel) down to 0.3."""
+    """α (1, features, 1): e^{αt} decays to 0.01 at t = 1.5 (slowest channel) to 0.3 (fastest)."""
     return torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, features)[None, :, None]
 
 
 def unit_time(max_length: int) -> Tensor:
-    """T (1, 1, max_length): from 0 to 1."""
+    """Times from 0 to 1, (1, 1, max_length)."""
     return torch.linspace(0, 1, max_length)[None, None, :]
 
 
@@ -49,9 +49,10 @@ class Window(nn.Module):
 
 
 class HyenaFilter(nn.Module):
-    """The windowed h, over its L1 norm: `filter(L)` is (order, features, L).
+    """`filter(L)` is (order, features, L): the windowed h, divided by its L1 norm.
 
-    The norm is over the channels, as in the code of The Annotated Hyena; its text says over time.
+    The norm is over the channels, as in the code of The Annotated Hyena. Its text says that the
+    norm is over time.
     """
 
     def __init__(self, features: int, max_length: int, *, order: int = 2):
@@ -64,13 +65,13 @@ class HyenaFilter(nn.Module):
         check_length(length, self.max_length)
         h = self.window(self.h[..., :length])
         norm = h.abs().sum(dim=-2, keepdim=True)
-        return h / torch.where(norm > 0, norm, 1)  # a tap of zeros stays zero
+        return h / torch.where(norm > 0, norm, 1)  # a tap that is zero in all channels stays zero
 
 
 class PositionalEmbedding(nn.Module):
-    """Trainable rows that start as `[t/(L−1), cos(2πkt/L) …, sin(2πkt/L) …]`, k = 0 … K−1.
+    """Trained rows, initially `[t/(L−1), cos(2πkt/L) …, sin(2πkt/L) …]` with k = 0 … K−1.
 
-    L is max_length and embed_features 2K + 1.
+    L is max_length, and embed_features is 2K + 1.
     """
 
     def __init__(self, embed_features: int, max_length: int):
@@ -101,7 +102,7 @@ class Sin(nn.Module):
 
 
 class AuthenticWindow(nn.Module):
-    """`h ⊙ (e^{αt} + shift)`: the shift is no parameter."""
+    """`h ⊙ (e^{αt} + shift)`, where the shift is not a parameter."""
 
     def __init__(self, features: int, shift: float = 0.0):
         super().__init__()
@@ -116,7 +117,7 @@ class AuthenticHyenaFilter(nn.Module):
     """The filter of the paper: `filter(L)` is (order, features, L).
 
     If `implicit`, h = window(MLP(positional embedding)), with sines between the layers, as the text
-    of The Annotated Hyena describes it. Otherwise h = window(h), where h is a parameter, as in its
+    of The Annotated Hyena describes. Otherwise h = window(h), where h is a parameter, as in its
     code, which discards the output of the MLP. The module always has the parameters of both.
     """
 

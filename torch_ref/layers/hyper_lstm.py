@@ -11,7 +11,7 @@ State = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class HyperLSTMCell(nn.Module):
-    """One step of an LSTM whose products the smaller LSTM `hyper` scales.
+    """One step of an LSTM whose matrix products are scaled by a smaller LSTM, `hyper`.
 
         ĥ_t, ĉ_t = hyper([h_{t−1}, x_t], ĥ_{t−1}, ĉ_{t−1})
         z_h, z_x, z_b = Linears of ĥ_t, a part a gate                 z_b without bias
@@ -19,9 +19,10 @@ class HyperLSTMCell(nn.Module):
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(LN(c_t))
 
-    Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, in_features), the
-    state (h, c, ĥ, ĉ), each (batch, features). Each W_h starts orthogonal and each W_x normal with
-    a variance of 1 / in_features, or both at zero, as in labml's code, with `zero_init`.
+    Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, in_features), and
+    the state is (h, c, ĥ, ĉ), each (batch, features). Each W_h is initialized to an orthogonal
+    matrix, and each W_x is drawn from a normal distribution with variance 1 / in_features. With
+    `zero_init`, both are zero, as in labml's code.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class HyperLSTMCell(nn.Module):
 
 
 class HyperLSTM(nn.Module):
-    """HyperLSTM cells one above the other, over a sequence.
+    """A stack of HyperLSTM cells, run over a sequence.
 
-    x is (batch, time, in_features), the outputs (batch, time, hidden_features), and the state
-    (h, c, ĥ, ĉ), each (num_layers, batch, features).
+    x is (batch, time, in_features), the outputs are (batch, time, hidden_features), and the state
+    is (h, c, ĥ, ĉ), each (num_layers, batch, features).
     """
 
     def __init__(

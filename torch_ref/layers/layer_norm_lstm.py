@@ -9,14 +9,14 @@ State = tuple[Tensor, Tensor]
 
 
 class LayerNormLSTM(nn.Module):
-    """An LSTM with its gates and its cell normalized.
+    """An LSTM with normalized gates and a normalized cell.
 
         i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b), each gate with its own layer norm
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(LN(c_t))
 
-    x is (batch, time, in_features), the state (h, c), each (batch, hidden_features). c is carried
-    as it is.
+    x is (batch, time, in_features), and the state is (h, c), each (batch, hidden_features). c
+    itself is carried without normalization.
     """
 
     def __init__(self, in_features: int, hidden_features: int):

@@ -9,13 +9,13 @@ from torch_ref.layers.state import State
 
 
 class LSTMScratch(nn.Module):
-    """One layer of LSTM, a pair of Linears a gate.
+    """An LSTM with one layer and a pair of Linears per gate.
 
         i, f, o = σ(x_t W_i* + b_i* + h_{t−1} W_h* + b_h*),   g = tanh(the same)
         c_t = f ⊙ c_{t−1} + i ⊙ g,   h_t = o ⊙ tanh(c_t)
 
     With `use_peepholes`, p_i ⊙ c_{t−1}, p_f ⊙ c_{t−1} and p_o ⊙ c_t are added inside the σ.
-    x is (batch, time, in_features), the state (h, c), each (1, batch, hidden_features).
+    x is (batch, time, in_features), and the state is (h, c), each (1, batch, hidden_features).
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class LSTMScratch(nn.Module):
 
 
 class LSTMProj(LSTMScratch):
-    """LSTMScratch with `h_t = w_hr(o ⊙ tanh(c_t))`; unlike torch's, the projection has a bias.
+    """LSTMScratch with `h_t = w_hr(o ⊙ tanh(c_t))`. Unlike in torch, the projection has a bias.
 
-    h and the outputs have proj_features, c has hidden_features.
+    h and the outputs have size proj_features, and c has size hidden_features.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LSTMProj(LSTMScratch):
 
 
 class LSTMDeepCell(nn.Module):
-    """A step of LSTMDeep: x and (h, c) are (batch, features)."""
+    """One step of LSTMDeep, where x, h and c are (batch, features)."""
 
     def __init__(self, in_features: int, hidden_features: int):
         super().__init__()
@@ -100,13 +100,13 @@ class LSTMDeepCell(nn.Module):
 
 
 class LSTMDeep(nn.Module):
-    """Layers of LSTM with one bias each, the gates side by side (labml's LSTM).
+    """LSTM layers with one bias each and the gates side by side, as in labml's LSTM.
 
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g),   h_t = σ(o) ⊙ tanh(c_t)
 
-    x_t of a layer is the h_t of the one below. x is (batch, time, in_features), the state (h, c),
-    each (num_layers, batch, hidden_features).
+    The x_t of a layer is the h_t of the layer below. x is (batch, time, in_features), and the state
+    is (h, c), each (num_layers, batch, hidden_features).
     """
 
     def __init__(self, in_features: int, hidden_features: int, num_layers: int):

@@ -36,9 +36,10 @@ class MinLSTMCell(nn.Module):
 
 
 class MinRNN(nn.Module):
-    """Layers of a cell, each reading the outputs of the one below.
+    """Layers of a cell, each of which reads the outputs of the layer below.
 
-    x is (batch, time, in_features), the state (h,) with h (num_layers, batch, hidden_features).
+    x is (batch, time, in_features), and the state is (h,) with h (num_layers, batch,
+    hidden_features).
     """
 
     cell: type[MinGRUCell] | type[MinLSTMCell]

@@ -9,7 +9,7 @@ from torch_ref.layers.torch_nn import run_recurrence
 
 
 class Reversed(nn.Module):
-    """`y = reverse(layer(reverse(x)))`, of any recurrent module."""
+    """`y = reverse(layer(reverse(x)))` for any recurrent module."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()

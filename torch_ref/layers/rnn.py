@@ -11,7 +11,7 @@ from torch_ref.layers.state import State
 class RNNScratch(nn.Module):
     """One layer: `h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
+    x is (batch, time, in_features), and the state is (h,) with h (1, batch, hidden_features).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RNNScratch(nn.Module):
 
 
 class RNNDeep(nn.Module):
-    """Layers of RNNScratch, each reading the outputs of the one below.
+    """Layers of RNNScratch, each of which reads the outputs of the layer below.
 
     The state is (h,) with h (num_layers, batch, hidden_features).
     """
@@ -72,7 +72,7 @@ class RNNDeep(nn.Module):
 class RNN(nn.Module):
     """The RNN `h_t = tanh(x_t U + h_{t−1} W + b)`, with one bias and untransposed weights.
 
-    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
+    x is (batch, time, in_features), and the state is (h,) with h (1, batch, hidden_features).
     """
 
     def __init__(self, in_features: int, hidden_features: int):

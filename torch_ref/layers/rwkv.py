@@ -1,4 +1,4 @@
-"""RWKV-4 in plain PyTorch (arXiv 2305.13048), under BlinkDL's keys."""
+"""RWKV-4 in plain PyTorch (arXiv 2305.13048), with BlinkDL's keys."""
 
 __all__ = ["RWKVBlock", "RWKVChannelMix", "RWKVTimeMix"]
 
@@ -13,12 +13,12 @@ NEVER = -1e38
 
 
 def token_shift(x: Tensor, last: Tensor) -> Tensor:
-    """`x_{t−1}` at each step; `last` (batch, features) is the token before the first."""
+    """`x_{t−1}` at each step, where `last` (batch, features) comes before the first step."""
     return torch.cat([last[:, None], x[:, :-1]], dim=1)
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, State]:
-    """RWKV-4's average of the past, and its sums after the last step, as (num, den, max)."""
+    """RWKV-4's average of the past, and the sums after the last step as (num, den, max)."""
     num, den, max = sums
     outputs = []
     for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
@@ -32,16 +32,16 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor, sums: Sequence[Tensor]) -> t
 
 
 class RWKVTimeMix(nn.Module):
-    """RWKV-4's attention.
+    """The time mix of RWKV-4, which takes the place of attention.
 
         r, k, v = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         wkv_t = (Σ_{i<t} e^{−(t−1−i)w + k_i} v_i + e^{u + k_t} v_t)
               / (Σ_{i<t} e^{−(t−1−i)w + k_i} + e^{u + k_t})
         y_t = (σ(r) ⊙ wkv_t) W_o
 
-    with w = exp(time_decay) and u = time_first. The sums are kept as e^max · (num, den), so that no
-    exponential overflows. x is (batch, time, features), the state (last x, num, den, max), each
-    (batch, features).
+    Here w = exp(time_decay) and u = time_first. The sums are stored as e^max · (num, den), so that
+    no exponential overflows. x is (batch, time, features), and the state is (last x, num, den,
+    max), each (batch, features).
     """
 
     def __init__(self, features: int):
@@ -71,12 +71,12 @@ class RWKVTimeMix(nn.Module):
 
 
 class RWKVChannelMix(nn.Module):
-    """RWKV-4's feed-forward part.
+    """The channel mix of RWKV-4, its feed-forward part.
 
         r, k = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
-    x is (batch, time, features), the state (last x,).
+    x is (batch, time, features), and the state is (last x,).
     """
 
     def __init__(self, features: int, hidden_features: int):

@@ -1,4 +1,4 @@
-"""RWKV-6 in plain PyTorch (arXiv 2404.05892), under BlinkDL's keys."""
+"""RWKV-6 in plain PyTorch (arXiv 2404.05892), with BlinkDL's keys."""
 
 __all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix"]
 
@@ -12,7 +12,7 @@ from torch_ref.layers.state import State
 
 
 class RWKV6TimeMix(nn.Module):
-    """RWKV-6's attention.
+    """The time mix of RWKV-6, which takes the place of attention.
 
         d_t = x_{t−1} − x_t
         m_s = tanh((x_t + d_t ⊙ μ_x) A)_s B_s,   x_s = x_t + d_t ⊙ (μ_s + m_s),   s in w, k, v, r, g
@@ -21,7 +21,7 @@ class RWKV6TimeMix(nn.Module):
         o_t = r_tᵀ (S_{t−1} + diag(u) k_t v_tᵀ),   S_t = diag(w_t) S_{t−1} + k_t v_tᵀ     by head
         y_t = (GroupNorm(o_t) ⊙ g) W_o
 
-    x is (batch, time, features), the state (last x, S), S (batch, heads, key, value).
+    x is (batch, time, features), and the state is (last x, S) with S (batch, heads, key, value).
     """
 
     def __init__(self, features: int, *, head_size: int, mix_rank: int, decay_rank: int):
@@ -43,6 +43,7 @@ class RWKV6TimeMix(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         last, s = self.init_state(x.shape[0]) if state is None else state
+        # Each projection reads its own mixture of the current and the previous input.
         d = token_shift(x, last) - x
         hidden = torch.tanh((x + d * self.time_maa_x) @ self.time_maa_w1)
         m_w, m_k, m_v, m_r, m_g = (
@@ -55,9 +56,11 @@ class RWKV6TimeMix(nn.Module):
         x_g = x + d * (self.time_maa_g + m_g)
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
         g = nn.functional.silu(self.gate(x_g))
+        # The decay is a low-rank function of the data.
         z = self.time_decay + torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2
         w = torch.exp(-torch.exp(z))
 
+        # Each output reads the state before the step, and the current step with a bonus.
         outputs = []
         for r_t, w_t, k_t, v_t in zip(*(by_head(y, self.heads) for y in (r, w, k, v)), strict=True):
             kv = k_t[..., :, None] * v_t[..., None, :]
@@ -75,27 +78,27 @@ class RWKV6TimeMix(nn.Module):
 
 
 def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(batch, time, features) as (batch, heads, head size) of each step."""
+    """Splits (batch, time, features) into (batch, heads, head size) for each step."""
     return x.unflatten(-1, (heads, -1)).unbind(1)
 
 
 def mixes(features: int, count: int) -> Iterator[nn.Parameter]:
-    """The μ of token shifts."""
+    """The parameters μ of token shifts."""
     return (nn.Parameter(torch.full((1, 1, features), 0.5)) for _ in range(count))
 
 
 def low_rank(features: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Matrices down to the rank, and up again."""
+    """A matrix that projects down to the rank, and one that projects up again."""
     return nn.Parameter(torch.zeros(features, rank)), nn.Parameter(torch.zeros(rank, features))
 
 
 class RWKV6ChannelMix(nn.Module):
-    """RWKV-6's feed-forward part.
+    """The channel mix of RWKV-6, its feed-forward part.
 
         k, r = (x_t + μ ⊙ (x_{t−1} − x_t)) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
-    x is (batch, time, features), the state (last x,).
+    x is (batch, time, features), and the state is (last x,).
     """
 
     def __init__(self, features: int, hidden_features: int):

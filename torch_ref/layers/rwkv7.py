@@ -1,4 +1,4 @@
-"""RWKV-7 in plain PyTorch (arXiv 2503.14456), under BlinkDL's keys."""
+"""RWKV-7 in plain PyTorch (arXiv 2503.14456), with BlinkDL's keys."""
 
 __all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix"]
 
@@ -13,7 +13,7 @@ from torch_ref.layers.state import State
 
 
 class RWKV7TimeMix(nn.Module):
-    """RWKV-7's attention.
+    """The time mix of RWKV-7, which takes the place of attention.
 
         x_s = x_t + μ_s ⊙ (x_{t−1} − x_t),   s in r, w, k, v, a, g
         r, k, v = x_r W_r, x_k W_k, x_v W_v
@@ -24,9 +24,9 @@ class RWKV7TimeMix(nn.Module):
         S_t = S_{t−1} (diag(w_t) − κ̂_t (κ̂_t ⊙ a_t)ᵀ) + v_t k_tᵀ,   o_t = S_t r_t     by head
         y_t = ((GroupNorm(o_t) + (Σ r ⊙ k ⊙ r_k) v) ⊙ g) W_o
 
-    x is (batch, time, features), in all layers but the lowest with v_first beside it: (batch, time,
-    2 · features), as the output is in all layers. The state is (last x, S), S (batch, heads, value,
-    key).
+    In the lowest layer, x is (batch, time, features). In all others, it is x followed by v_first,
+    (batch, time, 2 · features). The output of every layer is y followed by v_first. The state is
+    (last x, S) with S (batch, heads, value, key).
     """
 
     def __init__(
@@ -64,10 +64,13 @@ class RWKV7TimeMix(nn.Module):
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         x, *v_first = (x,) if self.layer_index == 0 else x.chunk(2, dim=-1)
         last, s = self.init_state(x.shape[0]) if state is None else state
+        # Each projection reads its own mixture of the current and the previous input.
         d = token_shift(x, last) - x
         x_r, x_w, x_k = x + d * self.x_r, x + d * self.x_w, x + d * self.x_k
         x_v, x_a, x_g = x + d * self.x_v, x + d * self.x_a, x + d * self.x_g
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        # The decay, the learning rate and the gate are low-rank functions of the data, and above
+        # the lowest layer, the values move toward v_first.
         w = torch.exp(
             -math.exp(-0.5) * torch.sigmoid(self.w0 + torch.tanh(x_w @ self.w1) @ self.w2)
         )
@@ -75,16 +78,20 @@ class RWKV7TimeMix(nn.Module):
             v = v + (first - v) * torch.sigmoid(self.v0 + x_v @ self.v1 @ self.v2)
         a = torch.sigmoid(self.a0 + x_a @ self.a1 @ self.a2)
         g = torch.sigmoid(x_g @ self.g1) @ self.g2
+        # The removal key is normalized by head, and the key is scaled by the learning rate.
         removal = (k * self.k_k).unflatten(-1, (self.heads, -1))
         removal = nn.functional.normalize(removal, dim=-1, eps=1e-12).flatten(-2)
         k = k * (1 + (a - 1) * self.k_a)
 
+        # In each step, the state decays, loses the value under the removal key, and stores a new
+        # one.
         outputs = []
         steps = (by_head(y, self.heads) for y in (r, w, k, v, removal, a))
         for r_t, w_t, k_t, v_t, removal_t, a_t in zip(*steps, strict=True):
             removed = s @ removal_t[..., None] * (removal_t * a_t)[..., None, :]
             s = s * w_t[..., None, :] - removed + v_t[..., :, None] * k_t[..., None, :]
             outputs.append((s @ r_t[..., None]).flatten(1))
+        # Normalize by head, and add the bonus of the current step.
         o = torch.stack(outputs, dim=1)
         normed = self.ln_x(o.flatten(0, 1)).view_as(o)
         strength = (r * k).unflatten(-1, (self.heads, -1)).mul(self.r_k).sum(-1, keepdim=True)
@@ -98,11 +105,11 @@ class RWKV7TimeMix(nn.Module):
 
 
 class RWKV7ChannelMix(nn.Module):
-    """RWKV-7's feed-forward part.
+    """The channel mix of RWKV-7, its feed-forward part.
 
         y_t = max((x_t + μ ⊙ (x_{t−1} − x_t)) W_k, 0)² W_v
 
-    x is (batch, time, features), the state (last x,).
+    x is (batch, time, features), and the state is (last x,).
     """
 
     def __init__(self, features: int, hidden_features: int):
@@ -123,8 +130,8 @@ class RWKV7ChannelMix(nn.Module):
 class RWKV7Block(nn.Module):
     """`x ← x + att(ln1(x))`, then `x ← x + ffn(ln2(x))`; the first block starts with `ln0`.
 
-    x is (batch, time, features), in all blocks but the first with v_first beside it, as the output
-    is in all blocks. The state is that of `att`, then that of `ffn`.
+    In the first block, x is (batch, time, features). In all others, it is x followed by v_first,
+    and so is the output of every block. The state is that of `att`, then that of `ffn`.
     """
 
     def __init__(

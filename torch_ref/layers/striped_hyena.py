@@ -1,4 +1,4 @@
-"""StripedHyena's Hyena block in plain PyTorch (arXiv 2310.18780), under the package's keys."""
+"""StripedHyena's Hyena block in plain PyTorch (arXiv 2310.18780), with the package's keys."""
 
 __all__ = ["StripedHyenaBlock", "StripedHyenaMixer"]
 
@@ -11,21 +11,21 @@ from torch_ref.layers.state import State
 
 
 def as_complex(parts: Tensor) -> Tensor:
-    """Complex numbers from their parts along the last axis, in at least single precision."""
+    """Joins real and imaginary parts along the last axis, in at least single precision."""
     parts = parts.to(torch.promote_types(parts.dtype, torch.float32))
     return torch.complex(parts[..., 0], parts[..., 1])
 
 
 class StripedHyenaFilter(nn.Module):
-    """A short convolution, and a long one with `h_t = Re Σ_n R_n λ_n^t`, as a recurrence.
+    """A short convolution, and a long one with `h_t = Re Σ_n R_n λ_n^t`, computed as a recurrence.
 
         x_2, x_1, v = short_filter ⋆ z + bias
         s_t = λ ⊙ s_{t−1} + x_1 ⊙ v
         y_t = x_2 ⊙ (Re Σ_n R_n ⊙ s_{t,n} + D ⊙ x_1 ⊙ v)
 
-    z is (batch, time, 3 · features), y (batch, time, features). The state is the last kernel_size
-    − 1 of z, (batch, 3 · features, kernel_size − 1), then the parts of s, (batch, features,
-    state_size, 2).
+    z is (batch, time, 3 · features), and y is (batch, time, features). The state holds the last
+    kernel_size − 1 steps of z, (batch, 3 · features, kernel_size − 1), then the real and imaginary
+    parts of s, (batch, features, state_size, 2).
     """
 
     def __init__(self, features: int, num_heads: int, state_size: int, kernel_size: int):
@@ -41,12 +41,14 @@ class StripedHyenaFilter(nn.Module):
 
     def forward(self, z: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         window, modes = self.init_state(z.shape[0]) if state is None else state
+        # The short convolution, whose outputs are divided by head.
         window = torch.cat([window.to(z.dtype), z.mT], dim=-1)
         weight, bias = self.short_filter_weight, self.short_filter_bias
         z = F.conv1d(window, weight, bias, groups=len(bias)).mT
         by_head = z.unflatten(-1, (self.num_heads, 3, -1))
         x2, x1, v = (part.flatten(-2) for part in by_head.unbind(-2))
         x1v = x1 * v
+        # The long convolution, one step after the other.
         poles, residues, s = (as_complex(x) for x in (self.poles, self.residues, modes))
         poles, residues = poles[..., 0], residues[..., 0]
         outputs = []
@@ -64,7 +66,7 @@ class StripedHyenaFilter(nn.Module):
 
 
 class StripedHyenaMixer(nn.Module):
-    """`y = filter(u A + b) W + c`; the state is the filter's."""
+    """`y = filter(u A + b) W + c`; the state is that of `filter`."""
 
     def __init__(
         self, features: int, *, num_heads: int = 1, state_size: int = 8, kernel_size: int = 3
@@ -93,7 +95,7 @@ class StripedHyenaNorm(nn.Module):
 
 
 class StripedHyenaMLP(nn.Module):
-    """`(silu(x W_1) ⊙ x W_2) W_3`, or with the exact gelu or the one by tanh."""
+    """`(silu(x W_1) ⊙ x W_2) W_3`, with silu or another `activation`."""
 
     def __init__(self, features: int, mlp_features: int, activation: str):
         super().__init__()
@@ -107,7 +109,7 @@ class StripedHyenaMLP(nn.Module):
 
 
 class StripedHyenaBlock(StripedHyenaMixer):
-    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is the mixer's."""
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""torch.nn's recurrences by the contract of this package's layers."""
+"""Calls torch.nn's recurrences with the interface of this package's layers."""
 
 from torch import Tensor, nn
 
@@ -6,9 +6,10 @@ from torch_ref.layers.state import State
 
 
 def run_recurrence(rnn: nn.Module, x, state: State | None = None) -> tuple[Tensor, State]:
-    """`rnn(x, state) -> (y, state)` of any recurrent module, torch.nn's too, with `batch_first`.
+    """Runs `rnn(x, state) -> (y, state)` for any recurrent module, including torch.nn's.
 
-    torch.nn.RNN and GRU have a tensor as their state, which is a tuple of one here.
+    Modules of torch.nn must have `batch_first=True`. The state of torch.nn.RNN and GRU is a tensor
+    there, and a tuple of one tensor here.
     """
     if not isinstance(rnn, nn.RNN | nn.GRU):
         return rnn(x, state)

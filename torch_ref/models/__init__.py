@@ -1,1 +1,1 @@
-"""The language models, one architecture a file."""
+"""The language models, one architecture per file."""

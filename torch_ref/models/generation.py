@@ -1,4 +1,4 @@
-"""Text from a language model, token by token from its state."""
+"""Generates text with a language model, token by token from its state."""
 
 __all__ = ["generate"]
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 @torch.no_grad()
 def generate(model: Any, prompt: Tensor, num_tokens: int, *, temperature: float = 1.0) -> Tensor:
-    """The `num_tokens` tokens after a prompt (batch, time), dropout off.
+    """Draws `num_tokens` tokens after a prompt (batch, time), without dropout.
 
-    Each costs one step from the state. Where the model has a `context_length` and the text has
-    filled it, each is drawn from the last `context_length` tokens alone. A temperature of 0 takes
-    the likeliest token.
+    Each token costs one step from the state. If the model has a `context_length` and the text is
+    longer, each token is computed from the last `context_length` tokens instead. A temperature of 0
+    always chooses the likeliest token.
     """
     limit, training = model.context_length, model.training
     model.eval()

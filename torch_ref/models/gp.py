@@ -17,9 +17,9 @@ State = tuple[Any, int]
 class GPModel(nn.Module):
     """Token and position embeddings → dropout → blocks → LayerNorm → the token embedding again.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each block
-    and the number of tokens so far. `block` is called once a layer, for a module
-    `block(x, state) -> (y, state)` with x and y (batch, time, features).
+    tokens are (batch, time), and the logits are (batch, time, vocab_size). The state holds the
+    states of the blocks and the number of tokens so far. `block` is called once per layer and
+    returns a module `block(x, state) -> (y, state)` with x and y (batch, time, features).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GPModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "GPModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
 
         def block() -> nn.Module:
             if config.block == "attention":

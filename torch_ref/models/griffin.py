@@ -1,4 +1,4 @@
-"""The Griffin language model in plain PyTorch, as RecurrentGemma (arXiv 2402.19427)."""
+"""The Griffin language model of RecurrentGemma in plain PyTorch (arXiv 2402.19427)."""
 
 __all__ = ["GriffinLanguageModel"]
 
@@ -53,8 +53,8 @@ class GriffinBackbone(nn.Module):
 class GriffinLanguageModel(nn.Module):
     """The backbone → the token embedding again → cap · tanh(logits / cap).
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
-    block.
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
     """
 
     context_length = None
@@ -68,7 +68,7 @@ class GriffinLanguageModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "GriffinLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(config)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

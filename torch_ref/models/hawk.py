@@ -14,8 +14,8 @@ State = tuple[Any, ...]
 class HawkLanguageModel(nn.Module):
     """Token embedding → Hawk blocks → RMSNorm → Linear.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
-    block.
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
     """
 
     context_length = None
@@ -43,7 +43,7 @@ class HawkLanguageModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "HawkLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(
             config.vocab_size,
             config.features,

@@ -14,8 +14,8 @@ State = tuple[Any, ...]
 class HippogriffLanguageModel(nn.Module):
     """Token embedding → blocks → RMSNorm → the token embedding again.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
-    block.
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
     """
 
     context_length = None
@@ -42,7 +42,7 @@ class HippogriffLanguageModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "HippogriffLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(config)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -1,4 +1,4 @@
-"""The language model of HyenaDNA in plain PyTorch (arXiv 2306.15794), under its keys."""
+"""The language model of HyenaDNA in plain PyTorch (arXiv 2306.15794), with HyenaDNA's keys."""
 
 __all__ = ["HyenaDNALanguageModel"]
 
@@ -61,10 +61,10 @@ class HyenaDNABackbone(nn.Module):
 
 
 class HyenaDNALanguageModel(nn.Module):
-    """The backbone → the token embedding again, or a matrix of its own.
+    """The backbone → the token embedding again, or a separate head if not `tied_head`.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
-    block.
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
     """
 
     def __init__(self, config: Any):
@@ -77,7 +77,7 @@ class HyenaDNALanguageModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "HyenaDNALanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(config)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

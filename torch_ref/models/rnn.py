@@ -17,10 +17,10 @@ State = tuple[Any, int]
 class RNNLanguageModel(nn.Module):
     """Token and position embeddings → RNN → LayerNorm → Linear.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of `rnn` and
-    the number of tokens so far. `rnn` may be any recurrent module over (batch, time,
-    embedding_features), torch.nn's for one; without `context_length` there are no positions and no
-    limit.
+    tokens are (batch, time), and the logits are (batch, time, vocab_size). The state holds the
+    state of `rnn` and the number of tokens so far. `rnn` may be any recurrent module over (batch,
+    time, embedding_features), including torch.nn's. Without a `context_length`, there are no
+    position embeddings and no limit.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RNNLanguageModel(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any) -> "RNNLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         sizes = (config.embedding_features, config.hidden_features)
         if config.cell == "rnn" and config.num_layers == 1:
             rnn = RNNScratch(*sizes)

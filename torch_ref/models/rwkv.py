@@ -1,4 +1,4 @@
-"""The RWKV language models in plain PyTorch, under BlinkDL's keys."""
+"""The RWKV language models in plain PyTorch, with BlinkDL's keys."""
 
 __all__ = ["RWKVLanguageModel"]
 
@@ -15,8 +15,8 @@ State = tuple[Any, ...]
 class RWKVSkeleton(nn.Module):
     """Token embedding → RWKV blocks → LayerNorm → Linear.
 
-    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
-    block.
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
     """
 
     context_length = None
@@ -36,12 +36,12 @@ class RWKVSkeleton(nn.Module):
         return self.head(self.ln_out(self.read_out(x))), tuple(states)
 
     def read_out(self, x: Tensor) -> Tensor:
-        """What of the highest block's output the head reads."""
+        """Returns the part of the highest block's output that the head reads."""
         return x
 
 
 class RWKVLanguageModel(RWKVSkeleton):
-    """RWKV-4."""
+    """The RWKV-4 language model."""
 
     def __init__(self, vocab_size: int, features: int, num_layers: int, hidden_features: int):
         blocks = (RWKVBlock(features, hidden_features, layer_index=i) for i in range(num_layers))
@@ -49,5 +49,5 @@ class RWKVLanguageModel(RWKVSkeleton):
 
     @classmethod
     def from_config(cls, config: Any) -> "RWKVLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(config.vocab_size, config.features, config.num_layers, config.hidden_features)

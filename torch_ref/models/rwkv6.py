@@ -1,4 +1,4 @@
-"""The RWKV-6 language model in plain PyTorch, under BlinkDL's keys."""
+"""The RWKV-6 language model in plain PyTorch, with BlinkDL's keys."""
 
 __all__ = ["RWKV6LanguageModel"]
 
@@ -9,7 +9,7 @@ from torch_ref.models.rwkv import RWKVSkeleton
 
 
 class RWKV6LanguageModel(RWKVSkeleton):
-    """RWKV-6."""
+    """The RWKV-6 language model."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class RWKV6LanguageModel(RWKVSkeleton):
 
     @classmethod
     def from_config(cls, config: Any) -> "RWKV6LanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(
             config.vocab_size,
             config.features,

@@ -1,4 +1,4 @@
-"""The RWKV-7 language model in plain PyTorch, under BlinkDL's keys."""
+"""The RWKV-7 language model in plain PyTorch, with BlinkDL's keys."""
 
 __all__ = ["RWKV7LanguageModel"]
 
@@ -11,7 +11,7 @@ from torch_ref.models.rwkv import RWKVSkeleton
 
 
 class RWKV7LanguageModel(RWKVSkeleton):
-    """RWKV-7."""
+    """The RWKV-7 language model."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RWKV7LanguageModel(RWKVSkeleton):
 
     @classmethod
     def from_config(cls, config: Any) -> "RWKV7LanguageModel":
-        """The twin of the model that a config of the same fields describes."""
+        """Builds the twin of the model of a JAX config."""
         return cls(
             config.vocab_size,
             config.features,
@@ -54,5 +54,5 @@ class RWKV7LanguageModel(RWKVSkeleton):
         )
 
     def read_out(self, x: Tensor) -> Tensor:
-        """Without the lowest block's values, which come beside."""
+        """Returns the output without the values of the lowest block, which follow it."""
         return x.chunk(2, dim=-1)[0]

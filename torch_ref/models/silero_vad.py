@@ -10,11 +10,11 @@ from torch_ref.layers.state import State
 
 
 class SileroVAD(nn.Module):
-    """The probability of speech in each frame of a recording, 32 ms.
+    """Computes the probability of speech in each frame (32 ms) of a recording.
 
-    audio is (batch, samples) of whole frames, the probabilities (batch, frames), and the state
-    (context, h, c): the last samples, (batch, context), and the LSTM's, each (batch, 128). The keys
-    are those of `silero_vad_16k.safetensors`.
+    audio is (batch, samples) in whole frames, and the probabilities are (batch, frames). The state
+    is (context, h, c): the last samples, (batch, context), and the state of the LSTM, each (batch,
+    128). The keys are those of `silero_vad_16k.safetensors`.
     """
 
     def __init__(self, sample_rate: int = 16000):
@@ -42,7 +42,7 @@ class SileroVAD(nn.Module):
             real, imaginary = self.stft_conv(x[:, None]).split(self.bins, dim=1)
             x = torch.sqrt(real**2 + imaginary**2)  # 4 columns
             for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
-                x = torch.relu(conv(x))  # 4, 2, 1 and 1
+                x = torch.relu(conv(x))  # 4, 2, 1 and 1 columns
 
             h, c = self.lstm_cell(x[:, :, 0], (h, c))
             logit = self.final_conv(torch.relu(h)[:, :, None])

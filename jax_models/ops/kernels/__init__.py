@@ -1,1 +1,1 @@
-"""Kernels of TPUs and GPUs, and cuDNN, each behind one call."""
+"""Kernels for TPUs and GPUs, and calls of cuDNN."""

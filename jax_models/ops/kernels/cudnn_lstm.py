@@ -1,4 +1,4 @@
-"""The LSTM through cuDNN, on an NVIDIA GPU."""
+"""The LSTM of cuDNN, for NVIDIA GPUs."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from jax_models.ops.lstm import LSTMState
 from jax_models.ops.rows import Rows
 
 MAX_STEPS = 65_535
-"""cuDNN's longest sequence (github.com/pytorch/pytorch/issues/133751)."""
+"""The longest sequence that cuDNN supports (github.com/pytorch/pytorch/issues/133751)."""
 COARSE = (
     *(None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32"),
     *("BF16_BF16_F32", "TF32_TF32_F32"),
 )
-"""The settings of `jax_default_matmul_precision` with which JAX's own products on a GPU take
-operands of TensorFloat-32 or less."""
+"""The settings of `jax_default_matmul_precision` with which JAX's own matrix products on a GPU
+round their operands to TensorFloat-32 or less.
+"""
 
 
 class Options(NamedTuple):
@@ -47,17 +48,19 @@ def cudnn_lstm(
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """Layers of `lstm` in one call of cuDNN, forward and backward.
 
-    Products are in TensorFloat-32 where `jax.default_matmul_precision` allows it, as it does by
-    default, and in full float32 where it asks for more ("highest"). Under `vmap` the calls come
-    one after the other. There is no forward-mode gradient; a second derivative runs without cuDNN.
+    Matrix products use TensorFloat-32 if `jax.default_matmul_precision` allows it, as by default,
+    and full float32 if it asks for more ("highest"). Under `vmap`, the calls run one after the
+    other. There is no forward-mode gradient. A second derivative is computed without cuDNN.
 
     Args:
-        x: the inputs, float32; those beyond `lengths` are zero.
-        state: the states before the first step, their first axis the directions of all layers:
+        x: the inputs in float32, zero beyond `lengths`.
+        state: the states before the first step. Their first axis runs over layers and directions:
             layer 0 forward, layer 0 backward, layer 1 forward, …
-        cells: the weights of `lstm` for each, in the same order; missing biases are zero.
-        lengths: row b takes only the steps t < lengths[b], and the backward direction starts there.
-        bidirectional: each layer runs both ways, and the next reads both.
+        cells: the weights of `lstm` for each layer and direction, in the same order. Missing biases
+            are zero.
+        lengths: row b runs only the steps t < lengths[b], and its backward direction starts there.
+        bidirectional: whether each layer runs in both directions. The next layer reads the outputs
+            of both.
 
     Returns:
         The outputs of the last layer, zero beyond `lengths`, and the last states.
@@ -70,7 +73,8 @@ def cudnn_lstm(
     coarse = jax.default_matmul_precision.value in COARSE
     precision = jax.lax.Precision.HIGH if coarse else jax.lax.Precision.HIGHEST
     options = Options(in_features, state.h.shape[2], num_layers, 0.0, bidirectional, precision)
-    # cuDNN has no rows of no steps (github.com/jax-ml/jax/issues/17966): they take one, unseen
+    # cuDNN does not support rows of length 0 (github.com/jax-ml/jax/issues/17966), so they run one
+    # step, whose results are discarded below.
     ends = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
     results: Any = _forward(options, x, *state, packed(cells), ends)
     y, *last, _ = results
@@ -89,7 +93,7 @@ def cudnn_refusal(
     cells: list[dict[str, Array]],
     reset: Bool[Array, "batch time"] | None,
 ) -> str | None:
-    """Why cuDNN cannot serve these arguments, or None where it can."""
+    """Returns why cuDNN does not support these arguments, or None if it does."""
     batch, time, _ = x.shape
     if is_symbolic_dim(batch) or is_symbolic_dim(time):
         return "it takes known sizes, not the symbolic ones of jax.export"
@@ -109,10 +113,11 @@ def cudnn_refusal(
 
 
 def cudnn_pays(x: Float[Array, "batch time in"]) -> bool:
-    """Is cuDNN the likely choice, where it can serve?
+    """Whether cuDNN is likely to be faster, if it supports the call.
 
-    Not for a single step, which would wait for the weights to be packed. Nor where the compiler may
-    divide the program over several GPUs: it would gather a batch whole on each of them for cuDNN.
+    It is not for a single step, which would have to wait until the weights are packed. Nor is it if
+    the compiler may divide the program over several GPUs, because the compiler would then gather
+    the whole batch on each GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
     by_hand = not mesh.empty and mesh.are_all_axes_manual
@@ -120,7 +125,7 @@ def cudnn_pays(x: Float[Array, "batch time in"]) -> bool:
 
 
 def num_gpus() -> int:
-    """The NVIDIA GPUs that JAX has cuDNN for."""
+    """The number of NVIDIA GPUs that JAX can use."""
     try:
         gpus = jax.devices("cuda")
     except RuntimeError:
@@ -129,7 +134,7 @@ def num_gpus() -> int:
 
 
 def packed(cells: list[dict[str, Array]]) -> Float[Array, " parameters"]:
-    """The weights as cuDNN has them: all matrices, (out, in), then all biases."""
+    """The weights in cuDNN's format: all matrices, (out, in), then all biases."""
     no_bias = jnp.zeros_like(cells[0]["kernel_hh"][0])
     kernels = [cell[name].T.ravel() for cell in cells for name in ("kernel_ih", "kernel_hh")]
     biases = [cell.get(name, no_bias) for cell in cells for name in ("bias_ih", "bias_hh")]
@@ -138,7 +143,7 @@ def packed(cells: list[dict[str, Array]]) -> Float[Array, " parameters"]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forward(options: Options, x, h, c, weights, ends):
-    """y, the last h and c, and what cuDNN keeps for the backward pass."""
+    """Returns y, the last h and c, and the array that cuDNN keeps for the backward pass."""
 
     @sequential_vmap
     def forward(x, h, c, weights, ends):

@@ -1,4 +1,4 @@
-"""A scan by a kernel of the device, where the program is lowered for one that has a kernel."""
+"""A scan that runs as one kernel on devices for which there is a kernel."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,13 +14,15 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 Kernel = Callable[..., tuple[Sequence[Array], Sequence[Array]]]
-"""`kernel(step, start, xs, outputs=, reverse=)`: the outputs of all steps, and the last state."""
+"""`kernel(step, start, xs, outputs=, reverse=)` returns the outputs of all steps, and the last
+state.
+"""
 
 
 class DeviceScan:
-    """A primitive whose kernel, or fallback, is chosen where the program is lowered.
+    """A JAX primitive that chooses a kernel or the fallback when the program is lowered.
 
-    `vmap` adds the mapped axis to the rows; the derivative is the fallback's.
+    Under `vmap`, the mapped axis becomes part of the rows. The derivative is that of the fallback.
     """
 
     def __init__(
@@ -33,15 +35,17 @@ class DeviceScan:
         axis_of_rows: Callable[[Array], int],
         instead: str,
     ):
-        """A scan of these kernels.
+        """Makes a scan of the given kernels.
 
         Args:
-            name: the primitive's.
-            tpu: Mosaic's kernel, which has `interpret` too.
-            gpu: Triton's, if there is one.
-            shapes: `shapes(step, start, xs, outputs)` of the results, outputs and last states.
-            axis_of_rows: of an array, along which rows of more than one scan are put together.
-            instead: the method that serves where no kernel does.
+            name: the name of the primitive.
+            tpu: the kernel by Mosaic, which also takes `interpret`.
+            gpu: the kernel by Triton, if there is one.
+            shapes: `shapes(step, start, xs, outputs)` returns the shapes of all outputs and last
+                states.
+            axis_of_rows: returns the axis of an array along which the rows of several scans are
+                joined.
+            instead: the name of a method that works where no kernel does, for errors.
 
         """
         self.primitive = primitive = Primitive(name)
@@ -59,7 +63,7 @@ class DeviceScan:
             mlir.register_lowering(primitive, self._lowered_by(kernel), platform=platform)
 
     def __call__(self, step, start, xs, *, outputs: int, reverse: bool, interpret: bool, fallback):
-        """The outputs of all steps, and the last state."""
+        """Runs the scan, and returns the outputs of all steps and the last state."""
         options = {"step": step, "states": len(start), "outputs": outputs, "reverse": reverse}
         if interpret:
             results = self._interpreted(**options)(*start, *xs)
@@ -71,7 +75,7 @@ class DeviceScan:
         return self.shapes(step, args[:states], args[states:], outputs)
 
     def _lowered_by(self, kernel: Kernel):
-        """The lowering to a kernel, or to the fallback if the kernel raises NotImplementedError."""
+        """Returns a lowering to the kernel, or to the fallback for calls without a kernel."""
 
         def rule(ctx, *args, step, states, outputs, reverse, fallback):
             def lower(scan):
@@ -93,12 +97,12 @@ class DeviceScan:
         return rule
 
     def _tpu(self, step, start, xs, **options):
-        """Mosaic takes no 64-bit integers, nor do the kernels take 64-bit floats."""
+        """Runs the TPU's kernel without x64, because Mosaic does not support 64-bit integers."""
         with jax.enable_x64(False):
             return self.tpu(step, start, xs, **options)
 
     def _interpreted(self, *, step, states: int, **options):
-        """The TPU's kernel in Pallas's interpreter, outside of the primitive's lowering."""
+        """Returns the TPU's kernel in Pallas's interpreter, which runs without the primitive."""
         scan = custom_vmap(_flat(partial(self.tpu, step, interpret=True, **options), states))
 
         @scan.def_vmap
@@ -109,7 +113,7 @@ class DeviceScan:
         return scan
 
     def _rows_of_one(self, scan, size: int, args, axes):
-        """A batch of scans as one of more rows."""
+        """Runs a batch of scans as a single scan with more rows."""
 
         def merged(x, axis):
             first = jnp.moveaxis(x, axis, 0) if axis is not None else x[None]
@@ -146,12 +150,12 @@ def known_size(*axes) -> int:
 
 
 KERNEL_METHODS = {"pallas": False, "pallas_interpreted": True}
-"""The methods that run a kernel, and whether Pallas interprets it."""
+"""The methods that run a kernel, each with whether Pallas interprets it."""
 PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 
 def _flat(scan: Kernel, states: int):
-    """The scan as the primitive has it: states and inputs, outputs and states in a row."""
+    """Flattens the arguments of a scan to states, inputs, and its results to outputs, states."""
 
     def flat(*args):
         ys, last = scan(args[:states], args[states:])

@@ -1,4 +1,4 @@
-"""A recurrence of products of small matrices as one kernel of the device."""
+"""A recurrence of products of small matrices, run as a single kernel."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -16,7 +16,7 @@ Sequences = Sequence[Float[Array, "time ... height width"]]
 
 
 class MatrixStep(Protocol):
-    """One step: the state after it, and the outputs, of one row's matrices or of several rows'."""
+    """Runs one step, on the matrices of one or several rows: returns the state and the outputs."""
 
     def __call__(self, state: State, /, *xs: Array) -> tuple[State, tuple[Array, ...]]: ...
 
@@ -24,24 +24,26 @@ class MatrixStep(Protocol):
 def matrix_scan(
     step: MatrixStep, start: State, xs: Sequences, *, interpret: bool = False
 ) -> tuple[Sequences, State]:
-    """`state, ys_t = step(state, *xs_t)` for t = 0 … T−1: all outputs, the last state.
+    """Runs `state, ys_t = step(state, *xs_t)` for t = 0 … T−1.
 
-    A kernel for TPUs goes through time once, with the state on the chip (`matrix_scan_tpu`). It was
-    compiled for TPUs and runs in an interpreter, but has not run on a TPU yet. There is no kernel
-    for GPUs, because one by Triton took 8 to 26 times as long as the chunked form on an H100.
-    Tangents and gradients are matrix scans of the step's derivatives, for which the state before
-    each step is kept.
+    A kernel for TPUs runs over time once, with the state in on-chip memory (`matrix_scan_tpu`). It
+    was compiled for TPUs and runs in an interpreter, but has not run on a TPU yet. There is no
+    kernel for GPUs, because a Triton kernel took 8 to 26 times as long as the chunked method on an
+    H100. Tangents and gradients are matrix scans of the step's derivatives. For these, the state
+    before each step is stored.
 
     Args:
-        step: in jnp, the same function at each call: programs are kept by it.
+        step: the step, written with jnp. Pass the same function at each call, because compiled
+            programs are cached by it.
         start: the state before the first step.
-        xs: the inputs, in the state's dtype and with its axes between time and the matrices.
-        interpret: run the TPU's kernel in Pallas's interpreter, wherever it is.
+        xs: the inputs, in the dtype of the state. Between time and the matrices, they have the same
+            axes as the state.
+        interpret: whether to run the TPU's kernel in Pallas's interpreter, on any device.
 
     Raises:
-        NotImplementedError: there is no kernel for the device, the dtype, or where XLA divides a
-            TPU's program over chips by itself, not by `shard_map`; when the program is lowered.
-            Or a second derivative is taken.
+        NotImplementedError: a second derivative is taken. Also when the program is lowered, if
+            there is no kernel for the device or dtype, or if XLA rather than `shard_map` divides
+            the program over several TPU chips.
 
     """
     axes = start.shape[:-2]
@@ -67,7 +69,7 @@ def _scan_jvp(interpret: bool, step: MatrixStep, primals, tangents):
 
 @cache
 def _and_before(step: MatrixStep) -> MatrixStep:
-    """The step that puts out the state before it, too."""
+    """Returns a step that also outputs the state before it."""
 
     def keeping(state, *xs):
         after, ys = step(state, *xs)
@@ -77,14 +79,14 @@ def _and_before(step: MatrixStep) -> MatrixStep:
 
 
 def _tangents(interpret: bool, step: MatrixStep, residuals, tangents):
-    """The scan of the step's tangents."""
+    """Runs the scan of the step's tangents."""
     before, xs = residuals
     start, tangents = tangents
     return _run(interpret, _tangent(step), start, [before, *xs, *tangents])
 
 
 def _gradients(interpret: bool, step: MatrixStep, residuals, gradients):
-    """The scan of the step's gradients, from the last to the first."""
+    """Runs the scan of the step's gradients, from the last step to the first."""
     before, xs = residuals
     ys, last = gradients
     inputs = [before, *xs, *ys]

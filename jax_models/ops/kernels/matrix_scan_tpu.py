@@ -1,4 +1,4 @@
-"""`matrix_scan` as a kernel for a TPU, by Pallas and Mosaic."""
+"""`matrix_scan` as a TPU kernel, written with Pallas for Mosaic."""
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +6,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 8
-"""A matrix takes multiples of these in VMEM."""
+"""In VMEM, the width and height of a matrix are padded to multiples of these."""
 ROWS = 4
-"""Rows of a block, at most: their products fill each other's waiting times."""
+"""The largest number of rows in a block. The products of several rows are independent, so they can
+overlap.
+"""
 BLOCK_BYTES = 2**20
-"""The bytes of a block of all arrays; the compiler has 16 MiB, and the step's own arrays in it."""
+"""The largest size of the blocks of all arrays together. Mosaic has 16 MiB of VMEM, in which the
+step's own arrays must also fit.
+"""
 
 
 def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
-    """The grid goes through time last and in order, while the state stays in VMEM.
+    """Runs the grid over time in its innermost dimension, while the state stays in VMEM.
 
-    A block is one step's matrices of some rows. Rows beyond the last are computed, not written.
+    A block contains the matrices of some rows at one step. Rows beyond the last one are computed
+    but not written.
 
     Raises:
-        NotImplementedError: the state is not float32, or one row's matrices do not fit VMEM.
+        NotImplementedError: the state is not float32, or the matrices of one row do not fit into
+            VMEM.
 
     """
     [state] = start
@@ -30,7 +36,7 @@ def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     row_bytes = sum(_bytes(x) for x in (state, state, *xs, *ys))
     if row_bytes > BLOCK_BYTES:
         raise NotImplementedError(f"a step's matrices are too large: {row_bytes} bytes a row")
-    # A block is as many rows as fit, so that their products fill each other's waiting times.
+    # A block contains as many rows as fit, so that their independent products can overlap.
     block = min(rows, ROWS, BLOCK_BYTES // row_bytes)
 
     def kernel(start, inputs, results, last):
@@ -62,6 +68,6 @@ def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
 
 def _bytes(x) -> int:
-    """The bytes that a matrix takes in VMEM."""
+    """The number of bytes that a matrix occupies in VMEM."""
     height, width = x.shape[-2:]
     return 4 * pl.cdiv(height, SUBLANES) * SUBLANES * pl.cdiv(width, LANES) * LANES

@@ -1,4 +1,4 @@
-"""A recurrence of elementwise steps as one kernel of the device, which reads every input once."""
+"""A recurrence of elementwise steps, run as a single kernel that reads every input once."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ Sequences = Sequence[Float[Array, "batch time features"]]
 
 
 class RowStep(Protocol):
-    """One step of every row: the state after it, and the outputs."""
+    """Runs one step of every row, and returns the state after it and the outputs."""
 
     def __call__(self, state: Rows, *xs: Array) -> tuple[Rows, Rows]: ...
 
@@ -28,29 +28,31 @@ def row_scan(
     interpret: bool = False,
     fallback: Callable[[Rows, Sequences], tuple[Sequences, Rows]] | None = None,
 ) -> tuple[Sequences, Rows]:
-    """`state, ys_t = step(state, *xs_t)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
+    """Runs `state, ys_t = step(state, *xs_t)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
 
-    A kernel goes through time once, the state in its registers: Mosaic's on a TPU
-    (`row_scan_tpu`), Triton's on an NVIDIA GPU (`row_scan_gpu`). The GPU's kernel was measured
-    on an H100. The TPU's was compiled for TPUs and runs in an interpreter, but has not run on a
-    TPU yet. The kernel is chosen where the program is lowered. Under `vmap` the rows become more;
-    the derivative is the fallback's.
+    A kernel runs over time once and keeps the state on the chip. On a TPU it is compiled by Mosaic
+    (`row_scan_tpu`), and on an NVIDIA GPU by Triton (`row_scan_gpu`). The GPU kernel was measured
+    on an H100. The TPU kernel was compiled for TPUs and runs in an interpreter, but has not run on
+    a TPU yet. The kernel is chosen when the program is lowered. Under `vmap`, the mapped axis adds
+    rows. The derivative is that of the fallback.
 
     Args:
-        step: elementwise in jnp, the same function at each call: programs are kept by it.
-        start: the state before the first step, of the accumulation's dtype.
-        xs: the inputs, in any floating dtype; `step` gets them in the state's dtype.
-        outputs: how many arrays a step puts out.
-        reverse: run from the last step to the first.
-        interpret: run the TPU's kernel in Pallas's interpreter, wherever it is.
-        fallback: `fallback(start, xs)` does the same where no kernel can serve: in float64 on a
-            TPU, or where XLA divides the program over devices by itself, not by `shard_map`.
+        step: the step, elementwise and written with jnp. Pass the same function at each call,
+            because compiled programs are cached by it.
+        start: the state before the first step, in the dtype of the accumulation.
+        xs: the inputs, in any floating dtype. `step` receives them in the dtype of the state.
+        outputs: the number of arrays that a step outputs.
+        reverse: whether to run from the last step to the first.
+        interpret: whether to run the TPU's kernel in Pallas's interpreter, on any device.
+        fallback: `fallback(start, xs)` computes the same where no kernel works: in float64 on a
+            TPU, or if XLA rather than `shard_map` divides the program over devices.
 
     Returns:
         The outputs of all steps, and the last state, in the dtype of the state.
 
     Raises:
-        NotImplementedError: there is no kernel and no fallback; when the program is lowered.
+        NotImplementedError: when the program is lowered, if there is neither a kernel nor a
+            fallback.
 
     """
     return by_kernel(

@@ -1,4 +1,4 @@
-"""`row_scan` as a kernel for an NVIDIA GPU, by Pallas and Triton."""
+"""`row_scan` as a kernel for NVIDIA GPUs, written with Pallas for Triton."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 LANES = 32
-"""Features of a program: a warp, one thread each."""
+"""The number of features of one program, which is a warp with one thread per feature."""
 AHEAD = 16
-"""Steps that are loaded while as many are taken."""
+"""The number of steps in a group. One group is loaded while the previous one is computed."""
 
 
 def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
-    """A program a row of the batch and 32 features, which goes through time.
+    """Runs one program for each row of the batch and each 32 features, over all of time.
 
-    The inputs of the next 16 steps are on their way while these are taken, all in registers:
-    batch × features has to be large to keep a GPU's memory busy.
+    While 16 steps are computed, the inputs of the next 16 are loaded into registers.
+    batch × features must be large to make full use of the GPU's memory bandwidth.
 
     Raises:
         NotImplementedError: JAX cannot compile for a GPU on this machine.
@@ -26,7 +26,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
         raise NotImplementedError("from JAX 0.11 on, a machine without a GPU cannot compile it")
     batch, time, features = xs[0].shape
     dtype = start[0].dtype
-    # Steps go in groups of AHEAD, so that a group is computed while the next one is loaded.
+    # Steps are processed in groups of AHEAD, so that a group is computed while the next is loaded.
     groups = time // AHEAD
 
     def kernel(starts, inputs, results, lasts):
@@ -57,7 +57,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
                 state = advance(group * AHEAD + j, state, now[j])
             return state, following
 
-        # The steps after the last whole group are already loaded, so take them one by one.
+        # The steps after the last whole group are already loaded, so compute them one by one.
         state = tuple(plt.load(s.at[row, lanes], mask=inside, other=0) for s in starts)
         state, now = lax.fori_loop(0, groups, take, (state, ahead(0)))
         for j in range(time % AHEAD):

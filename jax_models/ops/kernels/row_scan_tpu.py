@@ -1,4 +1,4 @@
-"""`row_scan` as a kernel for a TPU, by Pallas and Mosaic."""
+"""`row_scan` as a TPU kernel, written with Pallas for Mosaic."""
 
 import jax
 import jax.numpy as jnp
@@ -7,21 +7,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 32
-"""A block's features and steps are multiples of these, or all that there are."""
+"""A block has multiples of these numbers of features and steps, or else all features or steps."""
 WIDTH = 1024
-"""Features of a block times its rows of the batch: a register's worth of elements."""
+"""The number of features of a block times its number of rows, which is the size of a register."""
 BLOCK_BYTES = 2**23
-"""The bytes of all blocks together; the compiler has 16 MiB."""
+"""The largest size of all blocks together. Mosaic has 16 MiB of VMEM."""
 UNROLL = 8
-"""A power of two."""
+"""The number of steps that are unrolled, a power of two."""
 
 
 def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
-    """The grid goes through time last and in order, while the state stays in VMEM.
+    """Runs the grid over time in its innermost dimension, while the state stays in VMEM.
 
-    Blocks are of the arrays as they are: rows of the batch, steps, features along the lanes. The
-    steps of the last block that lie beyond the end are not taken, and what is computed in lanes and
-    rows beyond it is not written. Inputs of another dtype become the state's a block at a time.
+    Blocks have the axes of the arrays: rows of the batch, steps, and features along the lanes.
+    Steps of the last block that lie beyond the end are not computed. Lanes and rows beyond the end
+    are computed but not written. Inputs of another dtype are cast to that of the state one block at
+    a time.
 
     Raises:
         NotImplementedError: the state is not float32.
@@ -31,7 +32,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     dtype = start[0].dtype
     if dtype != jnp.float32 and not interpret:
         raise NotImplementedError(f"on a TPU the kernel computes in float32, got {dtype}")
-    # VMEM holds each block twice, so that one is loaded while the other is in use.
+    # VMEM holds two copies of each block, so that one is loaded while the other is in use.
     streams = 2 * (len(xs) + outputs) + sum(x.dtype != dtype for x in xs)
     block = _block(batch, time, features, streams)
     rows, steps, width = block
@@ -72,7 +73,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
                 state = one(i * UNROLL + j, state)
             return state
 
-        # Unrolled groups of steps, then the rest.
+        # Run unrolled groups of steps, then the remaining steps.
         whole = here >> UNROLL.bit_length() - 1
         state = lax.fori_loop(0, whole, several, tuple(ref[...] for ref in carried))
         state = lax.fori_loop(whole * UNROLL, here, one, state)
@@ -103,7 +104,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
 
 def _block(batch: int, time: int, features: int, streams: int) -> tuple[int, int, int]:
-    """Rows, steps and features of a block, of which VMEM holds `streams`, in float32."""
+    """The rows, steps and features of a block, if VMEM must hold `streams` blocks in float32."""
     width = min(features, WIDTH)
     lanes = pl.cdiv(width, LANES) * LANES
     rows = min(batch, WIDTH // lanes)
