@@ -272,8 +272,11 @@ def equinox_scan():
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: (nnx_rnn(), flax_lstm_rows("if_")), linen_rnn, equinox_scan],
-    ids=["nnx.RNN", "linen.RNN", "equinox"],
+    [
+        pytest.param(lambda: (nnx_rnn(), flax_lstm_rows("if_")), id="nnx.RNN"),
+        pytest.param(linen_rnn, id="linen.RNN", marks=pytest.mark.slow),
+        pytest.param(equinox_scan, id="equinox", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
     model, table = build()

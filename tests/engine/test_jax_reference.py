@@ -156,8 +156,15 @@ class Scaled(MLP):
         return super().__call__(scale * x)
 
 
-@pytest.mark.parametrize("has_kwargs", [True, False])
-@pytest.mark.parametrize("factor", [1, 1 + 1e-10])
+@pytest.mark.parametrize(
+    ("has_kwargs", "factor"),
+    [
+        (True, 1),
+        (False, 1 + 1e-10),
+        pytest.param(True, 1 + 1e-10, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_is_recorded_as_it_is_called(has_kwargs, factor, tmp_path):
     """Further calls show whether the initial statistics of its BatchNorm matter."""
     path, call = tmp_path / "model.safetensors", lambda model, x: model(x, scale=0.5)

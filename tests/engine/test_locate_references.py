@@ -71,6 +71,7 @@ def faulty_pairs() -> dict[str, Faulty]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", faulty_pairs())
 def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
     twin, model, weights, inputs, culprit, dtype = faulty_pairs()[name]

@@ -148,6 +148,7 @@ def test_refuses(version, args, message, tmp_path, monkeypatch):
         command.main(args)
 
 
+@pytest.mark.slow
 def test_libtpu_that_cannot_be_loaded(tmp_path):
     pretend(tmp_path / "tpu", str(libtpu.requirement().specifier).strip("=*") + "0")
     done = run(

@@ -203,6 +203,7 @@ def test_the_same_command_goes_on_with_a_tuned_run(source, tmp_path):
         chex.assert_trees_all_equal(whole, restored(Run.open(tmp_path / "cut")))
 
 
+@pytest.mark.slow
 def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
     text = tmp_path / "text"
     text.write_text("All play and no work. " * 20)

@@ -91,6 +91,7 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
     assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
 
 
+@pytest.mark.slow
 def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
     """Runs the command in docs/weights.md."""
     monkeypatch.chdir(tmp_path)
