@@ -41,7 +41,7 @@ class Problem(abc.ABC):
 
     def cotangent(self) -> np.ndarray:
         """The gradient of the loss by y, in float32. Needed if the backward pass is measured."""
-        raise NotImplementedError
+        raise NotImplementedError  # a problem with a backward pass defines it
 
     def oracle(self) -> Arrays:
         """`y`, and the gradients under the names of the arrays, in float64. Empty: no errors."""

@@ -32,7 +32,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """The folder of the seed's experiment, trained to the end."""
+    """The folder of a run with default options, trained to the end."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     main(["--out", str(folder), "--eval-batches", "20"])
     return folder

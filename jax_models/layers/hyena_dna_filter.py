@@ -1,4 +1,7 @@
-"""The filters of HyenaDNA (arXiv 2306.15794) and safari."""
+"""The filters of HyenaDNA (arXiv 2306.15794) and safari.
+
+The PyTorch twin is in `torch_ref/layers/hyena_dna.py`.
+"""
 
 __all__ = ["HyenaDNAFilter"]
 

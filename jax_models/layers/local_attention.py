@@ -1,4 +1,7 @@
-"""Attention over a window, as in Griffin (arXiv 2402.19427)."""
+"""Attention over a window, as in Griffin (arXiv 2402.19427).
+
+The PyTorch twin is in `torch_ref/layers/griffin.py`.
+"""
 
 __all__ = ["LocalAttention", "LocalAttentionState"]
 

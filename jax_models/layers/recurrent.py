@@ -136,7 +136,7 @@ class RecurrentStack(SequenceLayer[State]):
 
         It is `ops.recurrent_stack` with a recurrence, or `ops.lstm_stack`. A subclass defines it.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> State:
         """Zeros, (num_layers · directions, batch, features), in at least float32."""

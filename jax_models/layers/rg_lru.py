@@ -1,4 +1,7 @@
-"""The RG-LRU, from the Griffin paper (arXiv 2402.19427)."""
+"""The RG-LRU, from the Griffin paper (arXiv 2402.19427).
+
+The PyTorch twin is in `torch_ref/layers/hawk.py`.
+"""
 
 __all__ = ["RGLRU", "RGLRUState"]
 

@@ -107,7 +107,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
         """The initial μ, by a subclass. `channel` rises from 0 towards 1 over the features."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:
         """The input of a projection: from RWKV-6 on, `x_t + μ ⊙ (x_{t−1} − x_t)`."""

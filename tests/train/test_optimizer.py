@@ -169,7 +169,7 @@ def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
 
 
 def torch_losses(twin, rows, *, learning_rate: float, clip_norm: float | None) -> list[float]:
-    """The losses of the seed's training loop."""
+    """The losses of a plain training loop, step by step."""
     optimizer = torch.optim.AdamW(twin.parameters(), lr=learning_rate)
     losses = []
     for batch in rows:
