@@ -27,11 +27,15 @@ class ZeroCenteredRMSNorm(nn.Module):
 
 
 def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tensor:
-    """Rotates (x_i, x_{i + n/2}) by p · θ^{−2i/n}, n = `rotated`; x is (batch, time, heads, d)."""
+    """Rotates (x_i, x_{i + ⌈n/2⌉}) by p · θ^{−2i/n}, n = `rotated`.
+
+    x is (batch, time, heads, d).
+    """
     frequencies = theta ** (-torch.arange(0, rotated, 2).to(x) / rotated)
     angles = (positions[..., None].to(x) * frequencies)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
-    first, second, rest = x.tensor_split((rotated // 2, rotated), dim=-1)
+    half = len(frequencies)
+    first, second, rest = x.tensor_split((half, 2 * half), dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
