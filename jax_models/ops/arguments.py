@@ -38,7 +38,7 @@ Parameters = ParamSpec("Parameters")
 
 Result = TypeVar("Result")
 
-NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
+NOT_EMPTY = {"heads", "key_heads", "kv_heads", "head_features", "kernel_size", "vocab"}
 """Axes whose size must be at least 1. Other axes, such as batch and features, may have size 0."""
 
 MASKS = ("lengths", "reset", "time_axis")
