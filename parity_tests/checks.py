@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_models import Reversed
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import BATCH, CASES, TIME, Mutation
 from parity_tests.subject import ALL_STEPS, NO_RESET, Subject, assert_same_tree
 from parity_tests.weight_checks import (

@@ -14,7 +14,7 @@ from parity_tests.engine.report_hooks import REPORT_HOOKS
 from twinscan.files import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from parity_tests.engine.report import Report
+    from parity_tests.engine.verdict.report import Report
 
 ATTRIBUTE = "twinscan_record"
 """The attribute of pytest's report that holds the record of a test's comparisons, as JSON."""

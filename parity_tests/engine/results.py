@@ -182,3 +182,22 @@ def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bo
             gradient[row] = 0
             results["weight gradients"][name] = gradient
     return found
+
+
+def not_finite(results: Results, side: str, oracle: Results | None = None) -> list[str]:
+    """Faults for results that contain NaN.
+
+    With an oracle, faults for results that are not finite although the oracle's are.
+    """
+    faults = []
+    for group, named in results.items():
+        for name, array in named.items():
+            is_fault = np.isnan(array)
+            if oracle is not None:
+                is_fault = ~np.isfinite(array) & np.isfinite(oracle[group][name])
+            if count := np.count_nonzero(is_fault):
+                faults.append(
+                    f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not "
+                    "finite"
+                )
+    return faults

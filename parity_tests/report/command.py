@@ -15,7 +15,7 @@ import torch
 from jax_models.entry_points import broken_packages
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import CASES, ENTRY_POINTS, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs_command

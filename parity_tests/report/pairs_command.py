@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tyro
 
 from parity_tests.engine.compare import Pair
-from parity_tests.engine.report import Report
+from parity_tests.engine.verdict.report import Report
 from parity_tests.report.files import Files, progress
 from parity_tests.report.own import record_of
 from twinscan.command_line import CommandLineError, parse

@@ -17,9 +17,9 @@ from torch import nn
 from jax_models.weights import Weight, same
 from parity_tests import compare
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.edge_inputs import edges
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
+from parity_tests.engine.verdict.edge_inputs import edges
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),

@@ -5,8 +5,9 @@ float32 on both sides, even a fault far below float32's rounding is found.
 """
 
 import dataclasses
+import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def is_library(place: str) -> bool:
     """True if the line belongs to an installed package, the standard library or this engine."""
     place, *_ = place.partition(", from ")
     return any(part in place for part in ("site-packages", ENGINE, STANDARD))
+
+
+def first_of(places: Iterable[str]) -> str:
+    """The first of some lines of code, shortened, and the number of the others."""
+    first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
+    return first + (f", and {len(others)} more" if others else "")
 
 
 def look_into(closed: ClosedJaxpr, found: Found) -> None:

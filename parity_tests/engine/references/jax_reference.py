@@ -13,6 +13,7 @@ from flax import nnx
 from parity_tests.engine.bounds.rounded_constants import digits_of, numbered
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.adapters import foreign_model
+from parity_tests.engine.candidates.jax_program import first_of
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
@@ -22,7 +23,6 @@ from parity_tests.engine.candidates.model_weights import (
 )
 from parity_tests.engine.candidates.other_digits import run_with_digits, with_digits
 from parity_tests.engine.candidates.port import port
-from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
@@ -32,6 +32,7 @@ from parity_tests.engine.results import (
     are_same,
     errors_of,
     named_leaves,
+    not_finite,
     only_floating,
 )
 from parity_tests.engine.traces.frameworks import nnx_modules
@@ -111,7 +112,7 @@ class JaxReference(Reference):
         casts = [cast.partition(" at ")[0].partition(" to ")[2] for cast in found.casts]
         self.cast_to = sorted({*casts})
         self.oracle = self._side.run(own, "float64", shapes, self.cast_to)
-        self.faults = not_a_number(self.oracle, "float64 reference")
+        self.faults = not_finite(self.oracle, "float64 reference")
         if found.casts:
             self.notes = [
                 *self.notes,

@@ -14,7 +14,6 @@ import numpy as np
 from jax_models.ops.checks import checked_bool, described
 from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
-from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
 from parity_tests.engine.problem import (
     DTYPES,
@@ -32,6 +31,7 @@ from parity_tests.engine.results import (
     Results,
     errors_of,
     largest_by_group,
+    not_finite,
     replayed,
 )
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
@@ -146,7 +146,7 @@ class Reference(abc.ABC):
         return RunErrors(
             errors_of(results, oracle),
             self._dtypes_in(dtype, results),
-            overflows(oracle, results, f"{dtype} {side}"),
+            not_finite(results, f"{dtype} {side}", oracle),
             error,
         )
 

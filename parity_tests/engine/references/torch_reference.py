@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -14,7 +14,6 @@ import torch
 from jax_models.weights.trees import path_of
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
-from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.candidates.torch_run import (
@@ -25,18 +24,16 @@ from parity_tests.engine.candidates.torch_run import (
     run_torch,
     run_torch_rounded,
 )
-from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.measure import measure
-from parity_tests.engine.problem import DTYPES, Problem, arrays_of
+from parity_tests.engine.problem import Problem, arrays_of
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
     Results,
     are_same,
     errors_of,
+    not_finite,
 )
 from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.traces.torch_trace import run_again, traced_torch
@@ -59,7 +56,7 @@ class TorchReference(Reference):
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
-        self.faults = [*not_a_number(self.oracle, "float64 torch"), *self._randomness()]
+        self.faults = [*not_finite(self.oracle, "float64 torch"), *self._randomness()]
         self.notes = []
         if self._mode.casts:
             self.notes.append(
@@ -180,15 +177,3 @@ def run_moved(
         prepare(twin)
 
     return run_oracle(problem, moved)[0]
-
-
-def measure_twin(
-    problem: Problem,
-    dtypes: Iterable[str] = DTYPES,
-    platform: str = "cpu",
-    *,
-    jax_side: JaxSide | None = None,
-) -> Report:
-    """Run `measure` with the problem's torch module as the reference."""
-    reference = TorchReference(problem.twin).run(problem)
-    return measure(problem, reference, dtypes, platform, jax_side=jax_side)

@@ -16,12 +16,10 @@ from parity_tests.engine.bounds.rounded_constants import (
 from parity_tests.engine.bounds.tolerance import FLOAT64, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.other_digits import run_with_digits
-from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
@@ -30,6 +28,8 @@ from parity_tests.engine.results import (
     largest_by_group,
     only_floating,
 )
+from parity_tests.engine.verdict.faults import mismatches, notes_on, other_dtypes
+from parity_tests.engine.verdict.report import Report
 
 MOST_NAMES = 3
 """The largest number of constants that a note names."""

@@ -1,13 +1,12 @@
 """Faults other than numerical errors, and notes on the limits of a comparison."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.jax_program import Found, is_library
+from parity_tests.engine.candidates.jax_program import Found, first_of, is_library
 from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
 
@@ -37,26 +36,6 @@ def other_order(first_shape: Shape, last_shape: Shape) -> str:
         f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
         "`call` or in the function"
     )
-
-
-def not_a_number(results: Results, side: str) -> list[str]:
-    """Faults for results of the reference that contain NaN."""
-    return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
-        for group, named in results.items()
-        for name, array in named.items()
-        if (count := np.count_nonzero(np.isnan(array)))
-    ]
-
-
-def overflows(oracle: Results, results: Results, side: str) -> list[str]:
-    """Faults for results of the reference that are finite in float64 but not in another dtype."""
-    return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
-        for group, named in results.items()
-        for name, array in named.items()
-        if (count := np.count_nonzero(~np.isfinite(array) & np.isfinite(oracle[group][name])))
-    ]
 
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
@@ -143,9 +122,3 @@ def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "
             "are not compared"
         )
-
-
-def first_of(places: Iterable[str]) -> str:
-    """The first of some lines of code, shortened, and the number of the others."""
-    first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
-    return first + (f", and {len(others)} more" if others else "")

@@ -10,11 +10,11 @@ import numpy as np
 
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.faults import ORDERS, channels_last, other_order
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import Results, only_floating
+from parity_tests.engine.verdict.faults import ORDERS, channels_last, other_order
+from parity_tests.engine.verdict.report import Report
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:

@@ -15,10 +15,10 @@ from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_module import tensors, twin_in
 from parity_tests.engine.candidates.torch_run import eager, run_oracle, same_draws
-from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.engine.results import not_finite
+from parity_tests.engine.verdict.measure import measure
 
 LARGE = 2.0 ** np.ceil(np.log2(np.log(np.finfo(np.float64).max)))
 """The first power of two whose exponential overflows even in float64."""
@@ -197,7 +197,7 @@ def measure_edges(
     for name, edge, is_defined in edges(problem):
         try:
             reference = TorchReference(edge.twin).run(edge)
-            if not_a_number(reference.oracle, "torch"):
+            if not_finite(reference.oracle, "torch"):
                 notes.append(f"edge inputs, {name}: not compared, torch's results are not finite")
                 continue
             report = measure(edge, reference, ["float64"], platform, jax_side=jax_side)
