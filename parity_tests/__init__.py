@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from parity_tests.engine.training.compare_training import compare_training
     from parity_tests.engine.training.training_report import TrainingReport
     from parity_tests.engine.verdict.report import Report
-    from parity_tests.report.own import save
+    from parity_tests.report.save import save
 
 __all__ = [
     "Pair",
@@ -40,7 +40,7 @@ ROOMS = {
     "engine.verdict.report": ("Report",),
     "engine.training.compare_training": ("compare_training",),
     "engine.training.training_report": ("TrainingReport",),
-    "report.own": ("save",),
+    "report.save": ("save",),
 }
 
 

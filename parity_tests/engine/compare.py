@@ -135,7 +135,7 @@ def compare(
     # JAX computes in float64 only with x64 on. `say` shows the progress on the terminal.
     with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
-        make_problem = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
+        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
         has_kwargs = bool(kwargs) or reference.has_kwargs
         locate = reference.checked_locate(locate, names)
 

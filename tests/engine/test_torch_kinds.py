@@ -425,7 +425,7 @@ def test_findings_are_those_of_the_program_that_ran():
     side = JaxSide(problem(4))
     for size in (4, 5, 4):
         side.run(problem(size), "float64", Results({"outputs": {"y": np.ones(size)}}))
-        assert len(side.found["float64"].casts) == (size > 4)
+        assert len(side.facts["float64"].casts) == (size > 4)
 
 
 def rearranged_by_numpy(param, key):
