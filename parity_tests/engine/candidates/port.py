@@ -53,7 +53,7 @@ PortedProblem = tuple[Problem, list[str], list[str]]
 
 
 def port(
-    make_problem: MakeProblem,
+    make: MakeProblem,
     reference: ReferenceWeights,
     model: Any,
     weights: Any,
@@ -91,38 +91,34 @@ def port(
         run = partial(foreign.run, apply)
         if callable(weights):
             return _port_function(
-                make_problem, reference, run, lambda arrays: foreign.convert_loaded(weights(arrays))
+                make, reference, run, lambda arrays: foreign.convert_loaded(weights(arrays))
             )
         if foreign.weights is None:
             raise TypeError(
                 "model: it has no weights: give it with them, as (model, weights), or a loader as "
                 "`weights`"
             )
-        make_problem = partial(
-            make_problem, call=lambda held, *inputs: run(foreign_weights(held, foreign), *inputs)
+        make = partial(
+            make, call=lambda held, *inputs: run(foreign_weights(held, foreign), *inputs)
         )
-        return _port_module(make_problem, reference, HeldWeights(foreign), weights)
+        return _port_module(make, reference, HeldWeights(foreign), weights)
     if isinstance(model, nnx.Module):
-        return _port_module(partial(make_problem, call=apply), reference, model, weights)
+        return _port_module(partial(make, call=apply), reference, model, weights)
 
     # A function takes the weights that its loader makes, or none if the reference has none.
     if weights is None and not reference.arrays:
-        return _port_function(
-            make_problem, reference, lambda _, *inputs: apply(model, *inputs), dict
-        )
+        return _port_function(make, reference, lambda _, *inputs: apply(model, *inputs), dict)
     if not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`: "
             f"expected a function of a state_dict, as `dict`, got {described(weights)}"
             + (" and `call`" if call is not None else "")
         )
-    return _port_function(
-        make_problem, reference, with_kwargs(model) if has_kwargs else model, weights
-    )
+    return _port_function(make, reference, with_kwargs(model) if has_kwargs else model, weights)
 
 
 def _port_module(
-    make_problem: MakeProblem, reference: ReferenceWeights, model: nnx.Module, weights: Any
+    make: MakeProblem, reference: ReferenceWeights, model: nnx.Module, weights: Any
 ) -> PortedProblem:
     """A module with weights from a table, or with its own weights."""
     if callable(weights):
@@ -132,7 +128,7 @@ def _port_module(
         )
     has_layouts = hasattr(model, "torch_layouts")
     if weights is None and (reference.is_jax or not has_layouts):
-        return _port_with_own_weights(make_problem, reference, model)
+        return _port_with_own_weights(make, reference, model)
     if isinstance(weights, str) and not has_layouts:
         name = type(model).__name__
         raise TypeError(f"weights: {name} has no layout {weights!r}: give a table (`draft_table`)")
@@ -156,12 +152,12 @@ def _port_module(
         for key in row.keys
         if not np.array_equal(back[key], state_dict[key], equal_nan=True)
     ]
-    problem, notes = _port_with_table(make_problem, model, table, state_dict, reference.owners)
+    problem, notes = _port_with_table(make, model, table, state_dict, reference.owners)
     return problem, faults, notes
 
 
 def _port_with_own_weights(
-    make_problem: MakeProblem, reference: ReferenceWeights, model: nnx.Module
+    make: MakeProblem, reference: ReferenceWeights, model: nnx.Module
 ) -> PortedProblem:
     """A module with its own weights, which are compared by name if the reference is a JAX model."""
     own = own_weights(model)[0] if reference.is_jax else {}
@@ -171,9 +167,9 @@ def _port_with_own_weights(
         why = why if reference.is_jax else "`weights` does not say which ones correspond"
         notes = [f"weight gradients are not compared: {why}"] if reference.parameters else []
         build = lambda _, dtype: split(model_in_dtype(model, dtype))  # noqa: E731
-        return make_problem(build=build, load=merge, to_torch=None), [], notes
+        return make(build=build, load=merge, to_torch=None), [], notes
     owners = {name: name for name in own}
-    problem, notes = _port_with_table(make_problem, model, named_table(own), own, owners)
+    problem, notes = _port_with_table(make, model, named_table(own), own, owners)
     errors = relative_errors(
         all_in_dtype({key: own[key] for key in reference.arrays}, "float64"),
         all_in_dtype(reference.arrays, "float64"),
@@ -191,7 +187,7 @@ def _port_with_own_weights(
 
 
 def _port_with_table(
-    make_problem: MakeProblem,
+    make: MakeProblem,
     model: nnx.Module,
     table: Table,
     state_dict: Arrays,
@@ -212,7 +208,7 @@ def _port_with_table(
         return module
 
     return _differentiable_problem(
-        partial(make_problem, table=table),
+        partial(make, table=table),
         owners,
         state_dict,
         load,
@@ -221,7 +217,7 @@ def _port_with_table(
 
 
 def _port_function(
-    make_problem: MakeProblem, reference: ReferenceWeights, model: Callable[..., Any], loader: Any
+    make: MakeProblem, reference: ReferenceWeights, model: Callable[..., Any], loader: Any
 ) -> PortedProblem:
     """A function whose weights are made by a loader."""
     # Run the loader once: it must return weights, and read each weight on which the result depends.
@@ -238,10 +234,8 @@ def _port_function(
     def load(arrays: Mapping[str, Any], _: Any) -> Any:
         return in_evaluation_mode(loader({**arrays, **other_arrays}))
 
-    make_problem = partial(make_problem, call=model)
-    problem, notes = _differentiable_problem(
-        make_problem, owners, reads.arrays, load, lambda dtype: None
-    )
+    make = partial(make, call=model)
+    problem, notes = _differentiable_problem(make, owners, reads.arrays, load, lambda dtype: None)
 
     # If the loader does not read a buffer of computed numbers, such as a sinusoid, JAX must compute
     # them, too, and the outputs show whether they are right. If it does not read a parameter, or a
@@ -258,7 +252,7 @@ def _port_function(
 
 
 def _differentiable_problem(
-    make_problem: MakeProblem,
+    make: MakeProblem,
     owners: Mapping[str, str],
     arrays: Arrays,
     load: Callable[[Mapping[str, Any], Any], Any],
@@ -291,8 +285,8 @@ def _differentiable_problem(
             loaded = load(all_in_dtype(state_dict, dtype), rest_in(dtype))
             return split(model_in_dtype(checked_weights(loaded), dtype))
 
-        return make_problem(build=build_eagerly, load=merge, to_torch=None), [note]
-    return make_problem(build=build, load=load_owned, to_torch=by_key), []
+        return make(build=build_eagerly, load=merge, to_torch=None), [note]
+    return make(build=build, load=load_owned, to_torch=by_key), []
 
 
 def traceable_row(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:

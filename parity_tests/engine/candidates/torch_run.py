@@ -106,11 +106,6 @@ def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
         return _results(_call_twin(problem, twin, inputs))
 
 
-def without_compilation() -> contextlib.AbstractContextManager[Any]:
-    """A context in which modules that `torch.compile` wrapped run uncompiled."""
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """A context in which torch uses one thread and leaves the other cores to JAX."""
@@ -123,16 +118,19 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_random_numbers(problem: Problem) -> Iterator[None]:
-    """A context in which each run draws the same random numbers, from a generator of its own."""
-    with torch.random.fork_rng(devices=[]):
+def reproducible(problem: Problem) -> Iterator[None]:
+    """A context in which each run draws the same random numbers, from a generator of its own.
+
+    Modules that `torch.compile` wrapped run uncompiled.
+    """
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(problem.seed)
         yield
 
 
 def _call_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Groups:
     """The tensors that the twin returns for these inputs, by group and name."""
-    with same_random_numbers(problem), without_compilation():
+    with reproducible(problem):
         return leaves_by_group(problem.call_twin(twin, *inputs), "torch", as_array)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.model_weights import WeightsOnly
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.traces.frameworks import recording
 from parity_tests.engine.traces.tap import observed
@@ -79,7 +79,7 @@ def _held_weights(
             observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
     trace = Trace()
-    filled = dataclasses.replace(problem, twin=SimpleNamespace(state_dict=lambda: weights))
+    filled = dataclasses.replace(problem, twin=WeightsOnly(weights))
     try:
         with recording(trace, filled, on_weights) as side, trace.running(trace.begin("", "run")):
             JaxSide(side).compute_weights(side)

@@ -15,9 +15,8 @@ from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_module import tensors, twin_in_dtype
 from parity_tests.engine.candidates.torch_run import (
+    reproducible,
     run_oracle,
-    same_random_numbers,
-    without_compilation,
 )
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
@@ -152,8 +151,7 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
         twin = twin_in_dtype(problem.twin, "float64")
         with (
             torch.no_grad(),
-            same_random_numbers(problem),
-            without_compilation(),
+            reproducible(problem),
             InFloat64(),
             Lookups() as lookups,
         ):
