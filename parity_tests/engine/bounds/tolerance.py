@@ -252,11 +252,10 @@ def group_error(
     jax: Tensors,
     torch32: Tensors,
     rounded: Iterable[Mapping[str, float]],
-    negligible: bool = False,
 ) -> Error:
-    """The worst error of the tensors; `negligible` is as in `relative_errors`."""
+    """The worst error of the tensors."""
     errors = {
-        name: relative_errors(tensors, oracle, negligible=negligible)
+        name: relative_errors(tensors, oracle)
         for name, tensors in {"torch": torch, "jax": jax, "torch32": torch32}.items()
     }
     return worst(tensor_errors(dtype, **errors, rounded=rounded))

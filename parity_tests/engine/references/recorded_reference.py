@@ -56,7 +56,7 @@ class RecordedReference(Reference):
         self.oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
         self.oracle.padding = facts["padding"]
 
-    def make_problem(
+    def problem_maker(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
