@@ -54,9 +54,10 @@ class Rule:
             new = self.producers(remaining.pop()) - self.needed_calls
             self.needed_calls |= new
             remaining += new
-        self.needed_arrays = {
-            each for call in right_calls for each in identities(call, self.incoming)
-        } | {each for call in self.needed_calls for each in identities(call, self.outgoing)}
+        self.needed_arrays = set[bytes]().union(
+            *(identities(call, self.incoming) for call in right_calls),
+            *(identities(call, self.outgoing) for call in self.needed_calls),
+        )
         """The arrays on which right arrays depend, whether JAX has them or not."""
 
     def producers(self, call: Call) -> set[Call]:
@@ -102,8 +103,7 @@ class Rule:
                 if c.weights and incoming and identities(c, self.incoming) == incoming
             ]
             if suspects_with_same_input:
-                is_made_in_frame = not incoming <= identities(frame, self.incoming)
-                if is_made_in_frame:
+                if not incoming <= identities(frame, self.incoming):  # made in this frame
                     return before_first
                 return self._ambiguous(before_first, first, *suspects_with_same_input)
             unmatched = incoming - self.evidence.matched_arrays
@@ -116,10 +116,7 @@ class Rule:
         # The suspect is the culprit: look inside it, if anything is known about its inner calls.
         states = self.evidence.states
         inner = self.evidence.trace.calls_inside(first, self.evidence.direction)
-        has_arrays = any(
-            states[call, self.incoming] or states[call, self.outgoing] for call in inner
-        )
-        if has_arrays:
+        if any(states[call, slot] for call in inner for slot in (self.incoming, self.outgoing)):
             return self._descend(first)
         return self._leaf_culprit(before_first, first)
 
@@ -194,8 +191,6 @@ class Rule:
         """
         if not self.evidence.states[call, self.incoming] or self._has_matching_counterpart(call):
             return True
-        is_other = self.evidence.state(call, self.incoming) == DEPARTS
-        return (
-            not is_other
-            and identities(call, self.incoming) <= self.evidence.matched_arrays | self.needed_arrays
-        )
+        if self.evidence.state(call, self.incoming) == DEPARTS:
+            return False
+        return identities(call, self.incoming) <= self.evidence.matched_arrays | self.needed_arrays
