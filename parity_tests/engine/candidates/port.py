@@ -64,8 +64,8 @@ def port(
     """The problem of a port, the faults of its weights, and notes on what cannot be compared.
 
     Args:
-        start: makes the problem from the fields of its JAX side.
-        known: the reference's weights.
+        make: makes the problem from the fields of its JAX side.
+        reference: the reference's weights.
         model: the JAX model.
         weights: a weight table, the name of a layout, or a loader, as in `compare`.
         call: how to call the model; by default `model(*inputs)`.

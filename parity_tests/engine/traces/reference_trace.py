@@ -84,7 +84,7 @@ def trace_of_runs(
         dtype: the dtype of the comparison.
         trace: the run in float64.
         owners: for each key of a weight, the first of the keys that share it.
-        own: makes the reference's own run in the dtype.
+        own_trace: makes the reference's own run in the dtype.
         rounded: the float64 runs that are rounded to the dtype at random.
         moved: the float64 runs whose constants are off by their rounding to float32.
         run_again: runs a call with other arrays; None if that is impossible.

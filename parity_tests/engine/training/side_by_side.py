@@ -51,7 +51,7 @@ def train_side_by_side(
     Args:
         names: gives the weights of both sides the same names.
         sides: JAX's training in each dtype.
-        of_torch: makes torch's training in a dtype, optionally under an arithmetic mode.
+        make_torch_training: makes torch's training in a dtype, optionally under an arithmetic mode.
         batches: the batches.
 
     """
