@@ -249,13 +249,9 @@ class JaxSide:
             if [y.shape for y in outputs] != [c.shape for c in cotangents]:
                 return groups, None
             # torch's gradients are the complex conjugates of JAX's
-            cast_cotangents = [
-                jnp.conj(jnp.asarray(c, y.dtype))
-                if jnp.iscomplexobj(c)
-                else jnp.asarray(c, y.dtype)
-                for c, y in zip(cotangents, outputs, strict=True)
-            ]
-            return groups, jax.tree.map(jnp.conj, pullback(cast_cotangents)[0])
+            pairs = zip(cotangents, outputs, strict=True)
+            conjugates = [jnp.conj(jnp.asarray(c, y.dtype)) for c, y in pairs]
+            return groups, jax.tree.map(jnp.conj, pullback(conjugates)[0])
 
         return with_dtypes(function, dict(settings.wider_dtypes), facts, evaluator)(*args)
 

@@ -73,7 +73,7 @@ def trace_of_runs(
     dtype: str,
     trace: Trace,
     owners: Mapping[str, str],
-    own_trace: Callable[[], Trace],
+    run_in_dtype: Callable[[], Trace],
     rounded: Iterable[Trace],
     moved: Iterable[Trace] = (),
     run_again: RunAgain | None = None,
@@ -84,7 +84,7 @@ def trace_of_runs(
         dtype: the dtype of the comparison.
         trace: the run in float64.
         owners: for each key of a weight, the first of the keys that share it.
-        own_trace: makes the reference's own run in the dtype.
+        run_in_dtype: makes the reference's own run in the dtype.
         rounded: the float64 runs that are rounded to the dtype at random.
         moved: the float64 runs whose constants are off by their rounding to float32.
         run_again: runs a call with other arrays; None if that is impossible.
@@ -93,11 +93,9 @@ def trace_of_runs(
 
     @functools.cache
     def make_own_run() -> OwnRun:
-        trace_in_dtype = own_trace()
-        dtypes = [
-            {s: {*each.values()} for s, each in c.dtypes.items()} for c in trace_in_dtype.calls
-        ]
-        return OwnRun(errors_at(trace_in_dtype, trace), dtypes)
+        own_trace = run_in_dtype()
+        dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in own_trace.calls]
+        return OwnRun(errors_at(own_trace, trace), dtypes)
 
     errors = partial(errors_at, oracle=trace)
     rounded_errors, moved_errors = (replayable(map(errors, runs)) for runs in (rounded, moved))
