@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.report.store import versions
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import CASES, MUTATIONS, Case, Mutation
 
 matplotlib.use("Agg")
