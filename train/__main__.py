@@ -4,13 +4,15 @@ if __name__ == "__main__":
     from twinscan.interrupted import exit_at_once
 
     exit_at_once("python -m train")
+    from twinscan.command_line import run_module
+
+    run_module("train.__main__")
 
 import contextlib
 import dataclasses
 import itertools
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -20,7 +22,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from jax_models import LanguageModel, __version__, generate, tune_allocator
+from jax_models import LanguageModel, __version__, generate
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
@@ -37,7 +39,7 @@ from train.step import Trainer
 from train.text import Text
 from train.vocabulary import NAMES, Vocabulary, first_token
 from train.windows import Windows, split
-from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
+from twinscan.command_line import CommandLineError, command, parse, parse_known
 
 PROG = "python -m train"
 DEFAULT_PRESET = "all-work"
@@ -387,8 +389,3 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         params = trainer.whole(state.averaged_params)
         if is_first():
             report(run, trainer.model(params), console)
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import re
@@ -17,6 +18,8 @@ from typing import NoReturn, TypeVar
 
 import jax
 import tyro
+
+import jax_models
 
 T = TypeVar("T")
 
@@ -215,6 +218,23 @@ def one_line_errors(prog: str) -> Iterator[None]:
         return
     print(f"{prog}: error: {message}", file=sys.stderr)
     raise SystemExit(exit_code)
+
+
+def run_module(module: str, args: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+    """Imports the module of a command, and runs its `main` as `run_command` does.
+
+    By default, the command is `python -m` with the module, and gets the arguments of the process.
+    If the import fails because two packages define the same name, the error is also one line.
+    """
+    prog = prog or f"python -m {module.removesuffix('.__main__')}"
+    with one_line_errors(prog):
+        if module.startswith("train."):
+            jax_models.tune_allocator()
+        try:
+            main = importlib.import_module(module).main
+        except ValueError as error:
+            raise CommandLineError(str(error)) from None
+    run_command(main, sys.argv[1:] if args is None else args, prog)
 
 
 def run_command(

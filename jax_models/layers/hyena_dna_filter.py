@@ -1,7 +1,4 @@
-"""The filters of HyenaDNA (arXiv 2306.15794) and safari.
-
-The PyTorch twin is in `torch_ref/layers/hyena_dna.py`.
-"""
+"""The filters of HyenaDNA (arXiv 2306.15794) and safari."""
 
 __all__ = ["HyenaDNAFilter"]
 

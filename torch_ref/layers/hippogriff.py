@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_ref.layers.griffin import local_attention, no_keys
+from torch_ref.layers.local_attention import local_attention, no_keys
 from torch_ref.layers.state import State
 
 
