@@ -22,7 +22,7 @@ from rich.table import Table
 
 from parity_tests.registry import CASES
 from tpu_compile import libtpu
-from tpu_compile.outcome import Outcome, compile_program, counts
+from tpu_compile.outcome import Outcome, compile_program, counts_as_text
 from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from tpu_compile.sharded import sharded_programs
 from train.config import PRESETS
@@ -100,8 +100,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             number(outcome.code_bytes, 2**10),
             number(outcome.peak_bytes, 2**10),
             number(outcome.flops, 1e3),
-            counts(outcome.collectives),
-            counts(outcome.precisions),
+            counts_as_text(outcome.collectives),
+            counts_as_text(outcome.precisions),
             "[red]FAIL" if outcome.faults else "[green]pass",
         )
     return result

@@ -66,7 +66,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
     config, vocabulary = run.config, run.vocabulary
-    trainer, params = run.restored()
+    trainer, params = run.restore_trainer()
     text = Text(arguments.text or config.text, config.separator)
     tokens = text.tokens(vocabulary, arguments.cache)
     for name, part in split(tokens, config.window, config.val_rows).items():

@@ -152,13 +152,13 @@ def with_flag(message: str, of: str = "") -> str:
     return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?([\w.]+): (?=expected )", flag, message)
 
 
-def in_one_line(error: Exception) -> str:
+def error_in_one_line(error: Exception) -> str:
     """The lines of an error's message, joined."""
     first, *others = str(error).splitlines() or [""]
     return f"{first} {'; '.join(map(str.strip, others))}".rstrip()
 
 
-def command(module: str) -> str:
+def command_line_of(module: str) -> str:
     """The command line that runs a module with this Python from this folder."""
     python = sys.executable
     if shutil.which("python") == python:
@@ -168,17 +168,26 @@ def command(module: str) -> str:
     return f"{shlex.quote(python)} -m {module}"
 
 
-PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
+ASCII_SPELLINGS = {
+    "—": "-",
+    "–": "-",
+    "−": "-",
+    "≤": "<=",
+    "≥": ">=",
+    "×": "x",
+    "→": "->",
+    "µ": "u",
+}
 """ASCII spellings of characters that `unicodedata` cannot decompose."""
 
 
-def print_anywhere() -> None:
+def replace_unencodable() -> None:
     """Prints similar ASCII characters for those that the encoding of the output lacks."""
 
     def spelled(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
         characters = error.object[error.start : error.end]
-        plain = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
+        plain = (ASCII_SPELLINGS.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
         return "".join(c.encode("ascii", "ignore").decode() or "?" for c in plain), error.end
 
     codecs.register_error("spelled", spelled)
@@ -191,7 +200,7 @@ def print_anywhere() -> None:
 def one_line_errors(prog: str) -> Iterator[None]:
     """Turns an error into the line `prog: error: …` and an exit code, 2 for wrong input."""
     exit_code = CommandLineError.exit_code
-    print_anywhere()
+    replace_unencodable()
     try:
         yield
     except BrokenPipeError:  # the reader of the output has closed it

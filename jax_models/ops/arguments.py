@@ -28,7 +28,7 @@ from jax_models.ops.checks import (
     checked_choice,
     described,
     lengths_within,
-    nan_rows,
+    set_rows_to_nan,
     wrong_shape,
 )
 from jax_models.ops.keywords import refuse_unknown
@@ -117,7 +117,7 @@ def checked(
                 masks = {name: given.arguments.pop(name, None) for name in MASKS}
                 given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
             results: Any = function(*given.args, **given.kwargs)
-            return results if outside is None else nan_rows(outside, results, batch_axes)
+            return results if outside is None else set_rows_to_nan(outside, results, batch_axes)
 
         call.__signature__ = parameters  # pyright: ignore[reportAttributeAccessIssue]
         return call

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_ref.layers.activation import ACTIVATIONS
-from torch_ref.layers.hyena import go_on
+from torch_ref.layers.hyena import convolve_with_past
 from torch_ref.layers.hyena_dna_filter import HyenaDNAFilter
 from torch_ref.layers.state import State
 
@@ -80,7 +80,7 @@ class HyenaDNAMixer(nn.Module):
         z = torch.cat([window, self.in_proj(u).mT], dim=-1)
         first, *x, v = self.short_filter(z).split(self.features, dim=1)
         for n, x_n in enumerate(reversed(x)):
-            v, past[n] = go_on(h[n], v * x_n, skip[n], past[n])
+            v, past[n] = convolve_with_past(h[n], v * x_n, skip[n], past[n])
         y = self.dropout(self.out_proj(self.activation(v * first).mT))
         return y, (z[..., u.shape[1] :], *past)
 

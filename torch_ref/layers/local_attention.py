@@ -61,7 +61,7 @@ def local_attention(
     return y, (positions[:, -1] + 1, keys, values)
 
 
-def no_keys(weight: Tensor, batch_size: int, window: int, heads: int, size: int) -> State:
+def empty_cache(weight: Tensor, batch_size: int, window: int, heads: int, size: int) -> State:
     """The state before the first step, on the device and in the dtype of the weight."""
     keys, values = weight.new_zeros(2, batch_size, window - 1, heads, size)
     return torch.zeros(batch_size, dtype=torch.int32, device=weight.device), keys, values
@@ -106,4 +106,4 @@ class LocalAttention(nn.Module):
     def init_state(self, batch_size: int) -> State:
         weight = self.k_proj.weight
         heads = len(weight) // self.head_features
-        return no_keys(weight, batch_size, self.window, heads, self.head_features)
+        return empty_cache(weight, batch_size, self.window, heads, self.head_features)
