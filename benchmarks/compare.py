@@ -124,8 +124,8 @@ def compare_part(
             outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"
     # Disturbed bursts are repeated, but at most once on average.
     rounds = min(session.rounds, problem.rounds)
-    most = rounds if session.quick else 2 * rounds
-    timings = session.workers.time(list(prepared), rounds=rounds, most=most)
+    max_rounds = rounds if session.quick else 2 * rounds
+    timings = session.workers.time(list(prepared), rounds=rounds, max_rounds=max_rounds)
     # Compare the times with the limits of the machine, and the results with the oracle.
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():

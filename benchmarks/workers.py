@@ -191,11 +191,11 @@ class Workers:
         return self.call(framework, _prepare, module, name, problem, part)
 
     def time(
-        self, contenders: list[tuple[Framework, str]], *, rounds: int, most: int
+        self, contenders: list[tuple[Framework, str]], *, rounds: int, max_rounds: int
     ) -> dict[tuple[Framework, str], Timing]:
-        """Times prepared contenders, with up to `most` rounds if other processes disturb them."""
+        """Times prepared contenders, in up to `max_rounds` rounds if other processes disturb them."""
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
-        for turn in range(most):
+        for turn in range(max_rounds):
             fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
             for key, found in bursts.items():
                 quiet = sum(burst.others <= QUIET_LOAD for burst in found)

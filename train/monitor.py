@@ -76,14 +76,14 @@ class Monitor:
         self._flops_per_token = 6 * num_params
         """The usual estimate, because XLA's own count includes the body of a loop only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
-        self._first, self._is_compiled = step, False
+        self._first_step, self._is_compiled = step, False
         self.unlogged = run.checkpoints.unlogged(step)
         """The losses since the last line, including those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
         """The gradient norm of the last applied step, and the time since the last line."""
         self._num_steps = 0
         self._start = self._began = self._drawn = time.perf_counter()
-        self._last: float | None = None
+        self._last_call_end: float | None = None
         """The end of the last recorded call; None after an evaluation."""
         self._drawing_seconds = FIRST_DRAWING
         self._writer = open_writer(run) if config.tensorboard else None
@@ -122,17 +122,17 @@ class Monitor:
             self._is_compiled = True
             self._run.log({"compile_seconds": round(seconds, 2)})
             self._print(f"compiled in {seconds:.1f} s")
-            self._began = self._last = now
-        if self._last is None:
-            self._last = now - seconds
+            self._began = self._last_call_end = now
+        if self._last_call_end is None:
+            self._last_call_end = now - seconds
         self._progress.update(self._bar, completed=step)
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
         """Waits for the steps of a call, logs them, and returns those that were not applied."""
         losses, norms = (np.asarray(each).tolist() for each in measures)
         now = time.perf_counter()
-        assert self._last is not None
-        seconds, self._last = (now - self._last) / (stop - start), now
+        assert self._last_call_end is not None
+        seconds, self._last_call_end = (now - self._last_call_end) / (stop - start), now
         config, skipped = self._run.config, []
         for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
             self._seconds += seconds
@@ -162,7 +162,7 @@ class Monitor:
             self._run.draw_curve()
             self._drawn = time.perf_counter()
             self._drawing_seconds = self._drawn - now
-        self._last = None
+        self._last_call_end = None
 
     def _log_skipped(self, step: int, loss: float, norm: float) -> None:
         self.skipped.add(step)
@@ -187,7 +187,9 @@ class Monitor:
             "learning_rate": float(self._schedule(step - len(self.skipped) - 1)),
             "gradient_norm": self._gradient_norm,
             "tokens_per_second": round(speed, 1),
-            "seconds_left": round(elapsed * (config.num_steps - step) / (step - self._first), 1),
+            "seconds_left": round(
+                elapsed * (config.num_steps - step) / (step - self._first_step), 1
+            ),
         }
         utilization = ""
         if self._peak:

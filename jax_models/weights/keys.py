@@ -89,19 +89,19 @@ def locate_keys(
     # If several prefixes fit in one entry, propose those with the most keys.
     place = (fitting or places)[0]
     same = [p for p in fitting or places if p.prefix and p.code == place.code]
-    most = max((p.num_keys for p in same), default=0)
-    prefixes = [*dict.fromkeys(p.prefix for p in same if p.num_keys == most)]
+    most_keys = max((p.num_keys for p in same), default=0)
+    prefixes = [*dict.fromkeys(p.prefix for p in same if p.num_keys == most_keys)]
     names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
     where = f"under {names}" if place.prefix else f'in the entry "{place.name}"'
     if not fitting:
         return f"its keys are {where}, but their shapes do not fit: {next(filter(None, faults))}"
     if not place.prefix:
-        give = place.code
+        code = place.code
     elif misfit:
-        give = _prefix_argument(prefixes, place.code)
+        code = _prefix_argument(prefixes, place.code)
     else:
-        give = _code_without_prefix(prefixes, [*filter(_is_key, place.entry)], place.code)
-    return f"its weights are {where}: give {give}"
+        code = _code_without_prefix(prefixes, [*filter(_is_key, place.entry)], place.code)
+    return f"its weights are {where}: give {code}"
 
 
 def _find_keys(

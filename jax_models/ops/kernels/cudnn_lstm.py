@@ -159,8 +159,8 @@ def _forward_fwd(options: Options, *args):
     return results, (*args, y, reserve)
 
 
-def _forward_bwd(options: Options, kept, gradients):
-    primal_gradients: Any = _backward(options, kept, gradients[:3])
+def _forward_bwd(options: Options, residuals, gradients):
+    primal_gradients: Any = _backward(options, residuals, gradients[:3])
     return *primal_gradients, None
 
 
@@ -168,22 +168,22 @@ _forward.defvjp(_forward_fwd, _forward_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(options: Options, kept, gradients):
+def _backward(options: Options, residuals, gradients):
     """The gradients with respect to x, h, c and the weights."""
 
     @sequential_vmap
-    def backward(kept, gradients):
-        return rnn.lstm_bwd(*options, kept, gradients)[:4]
+    def backward(residuals, gradients):
+        return rnn.lstm_bwd(*options, residuals, gradients)[:4]
 
-    return backward(kept, gradients)
-
-
-def _backward_fwd(options: Options, kept, gradients):
-    return _backward(options, kept, gradients), (kept, gradients)
+    return backward(residuals, gradients)
 
 
-def _second_derivative(options: Options, kept, second_gradients):
-    (*primals, ends, _, _), gradients = kept
+def _backward_fwd(options: Options, residuals, gradients):
+    return _backward(options, residuals, gradients), (residuals, gradients)
+
+
+def _second_derivative(options: Options, residuals, second_gradients):
+    (*primals, ends, _, _), gradients = residuals
     input_size, hidden_size, num_layers, dropout, bidirectional, _ = options
 
     def reference(x, h, c, weights):
