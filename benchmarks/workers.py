@@ -193,7 +193,7 @@ class Workers:
     def time(
         self, contenders: list[tuple[Framework, str]], *, rounds: int, max_rounds: int
     ) -> dict[tuple[Framework, str], Timing]:
-        """Times prepared contenders, in up to `max_rounds` rounds if other processes disturb them."""
+        """Times prepared contenders, in up to `max_rounds` rounds if other processes run."""
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
         for turn in range(max_rounds):
             fastest = min((median(b) for b in bursts.values() if b), default=np.inf)

@@ -82,7 +82,7 @@ class Monitor:
         self._gradient_norm = self._seconds = 0.0
         """The gradient norm of the last applied step, and the time since the last line."""
         self._num_steps = 0
-        self._start = self._began = self._drawn = time.perf_counter()
+        self._start = self._training_start = self._last_drawing = time.perf_counter()
         self._last_call_end: float | None = None
         """The end of the last recorded call; None after an evaluation."""
         self._drawing_seconds = FIRST_DRAWING
@@ -122,7 +122,7 @@ class Monitor:
             self._is_compiled = True
             self._run.log({"compile_seconds": round(seconds, 2)})
             self._print(f"compiled in {seconds:.1f} s")
-            self._began = self._last_call_end = now
+            self._training_start = self._last_call_end = now
         if self._last_call_end is None:
             self._last_call_end = now - seconds
         self._progress.update(self._bar, completed=step)
@@ -158,10 +158,10 @@ class Monitor:
         now = time.perf_counter()
         self._log({"step": step, **losses, "seconds": round(now - self._start, 2)})
         self._print(f"{step:7d}  train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if DRAWING_SHARE * (now - self._drawn) > self._drawing_seconds:
+        if DRAWING_SHARE * (now - self._last_drawing) > self._drawing_seconds:
             self._run.draw_curve()
-            self._drawn = time.perf_counter()
-            self._drawing_seconds = self._drawn - now
+            self._last_drawing = time.perf_counter()
+            self._drawing_seconds = self._last_drawing - now
         self._last_call_end = None
 
     def _log_skipped(self, step: int, loss: float, norm: float) -> None:
@@ -180,16 +180,14 @@ class Monitor:
         self.unlogged, self._num_steps, self._seconds = [], 0, 0.0
         if not losses:
             return
-        elapsed = time.perf_counter() - self._began
+        elapsed, num_steps = time.perf_counter() - self._training_start, step - self._first_step
         line = {
             "step": step,
             "loss": fmean(losses),
             "learning_rate": float(self._schedule(step - len(self.skipped) - 1)),
             "gradient_norm": self._gradient_norm,
             "tokens_per_second": round(speed, 1),
-            "seconds_left": round(
-                elapsed * (config.num_steps - step) / (step - self._first_step), 1
-            ),
+            "seconds_left": round(elapsed * (config.num_steps - step) / num_steps, 1),
         }
         utilization = ""
         if self._peak:

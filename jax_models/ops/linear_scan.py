@@ -138,7 +138,7 @@ _by_kernel = DeviceScan(
     gpu=_scan_gpu,
     shapes=shapes,
     axis_of_rows=lambda _: 0,
-    instead="associative",
+    alternative="associative",
 )
 
 

@@ -33,7 +33,7 @@ class DeviceScan:
         gpu: Kernel | None = None,
         shapes: Callable[..., list[Any]],
         axis_of_rows: Callable[[Array], int],
-        instead: str,
+        alternative: str,
     ):
         """Makes a scan of the given kernels.
 
@@ -45,14 +45,14 @@ class DeviceScan:
                 states.
             axis_of_rows: returns the axis of an array along which the rows of several scans are
                 joined.
-            instead: the name of a method that works where no kernel does, for errors.
+            alternative: the name of a method that works where no kernel does, for errors.
 
         """
         self.primitive = primitive = Primitive(name)
         self.shapes = shapes
         self.tpu = tpu
         self.axis_of_rows = axis_of_rows
-        self.instead = instead
+        self.alternative = alternative
         primitive.multiple_results = True
         primitive.def_impl(jax.jit(primitive.bind, static_argnames=PARAMETERS))
         primitive.def_abstract_eval(self._abstract)
@@ -92,7 +92,7 @@ class DeviceScan:
             except NotImplementedError as error:
                 if fallback is None:
                     raise NotImplementedError(
-                        f'method: "pallas" cannot serve here, "{self.instead}" can: {error}'
+                        f'method: "pallas" cannot serve here, "{self.alternative}" can: {error}'
                     ) from error
                 return lower(fallback)
 
@@ -140,7 +140,7 @@ class DeviceScan:
     def _jvp(self, primals, tangents, *, states: int, fallback, **params):
         if fallback is None:
             raise NotImplementedError(
-                f'method: "pallas" has first derivatives only, "auto" and "{self.instead}" have all'
+                f'method: "pallas" has first derivatives only, "auto" and "{self.alternative}" have all'
             )
 
         results = self.primitive.bind(*primals, states=states, fallback=fallback, **params)
