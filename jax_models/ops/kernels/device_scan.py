@@ -140,7 +140,8 @@ class DeviceScan:
     def _jvp(self, primals, tangents, *, states: int, fallback, **params):
         if fallback is None:
             raise NotImplementedError(
-                f'method: "pallas" has first derivatives only, "auto" and "{self.alternative}" have all'
+                f'method: "pallas" has first derivatives only, '
+                f'"auto" and "{self.alternative}" have all'
             )
 
         results = self.primitive.bind(*primals, states=states, fallback=fallback, **params)
