@@ -130,14 +130,14 @@ def measure_layers(session: Session) -> Outcome:
 
 def measure_in_turn(
     session: Session,
-    time_compilation: Callable[..., tuple[float, float]],
+    measure: Callable[..., tuple[float, float]],
     arguments: Sequence[Any],
     names: Sequence[str],
     layers: Sequence[int],
 ) -> tuple[Outcome, list[float]]:
     """Compiles for each argument in turn. Returns rows, and the median seconds to compile."""
     turns = [
-        [session.workers.call("jax", time_compilation, argument) for argument in arguments]
+        [session.workers.call("jax", measure, argument) for argument in arguments]
         for _ in range(1 if session.quick else 3)
     ]
     found = Outcome()

@@ -188,11 +188,11 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         """`blinkdl` and `hf`: the keys of a block's time mix; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
         whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
-        matrix_builder = ("receptance", "key", "value", "gate", "output")
+        matrices = ("receptance", "key", "value", "gate", "output")
         blinkdl = [
             *(squeezed(name, name, (0, 1)) for name in vectors),
             *(same(name, name) for name in whole),
-            *(row for name in matrix_builder for row in linear(name, name, bias=False)),
+            *(row for name in matrices for row in linear(name, name, bias=False)),
             *layer_norm("ln_x", "ln_x"),
         ]
         return {"blinkdl": blinkdl, "fla": _fla_time_mix(), "hf": blinkdl}

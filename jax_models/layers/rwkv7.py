@@ -300,12 +300,10 @@ class RWKV7ChannelMix(ChannelMix):
 
     def torch_layouts(self) -> Layouts:
         """The keys of a block's `ffn`."""
-        matrix_builder = [
-            row for name in ("key", "value") for row in linear(name, name, bias=False)
-        ]
+        matrices = [row for name in ("key", "value") for row in linear(name, name, bias=False)]
         return {
-            "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrix_builder],
-            "fla": [same("x_k", "x_k"), *matrix_builder],
+            "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],
+            "fla": [same("x_k", "x_k"), *matrices],
         }
 
 

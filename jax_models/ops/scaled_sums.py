@@ -20,8 +20,8 @@ class WKVState(NamedTuple):
     max: Float[Array, "batch features"]
 
 
-def broadcast_like(x: Float[Array, "..."], broadcast_like: Float[Array, "*steps features"]):
-    return jnp.broadcast_to(x, broadcast_like.shape)
+def broadcast_like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
+    return jnp.broadcast_to(x, like.shape)
 
 
 def add(x: WKVState, y: WKVState) -> WKVState:
