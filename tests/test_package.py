@@ -222,6 +222,20 @@ def test_the_package_gathers_the_public_names_of_its_modules(package):
     assert forgotten <= {"jax_models.layers.residual: ResidualBlock"}  # a part of other blocks
 
 
+def test_a_layer_and_its_twin_are_in_files_of_one_name():
+    files = [
+        {
+            name.lower(): value.__module__.removeprefix(f"{package.__name__}.")
+            for name in package.__all__
+            if isinstance(value := getattr(package, name), type)
+        }
+        for package in (jax_models, import_module("torch_ref"))
+    ]
+    ours, twins = ({name: f[name] for name in files[0].keys() & files[1].keys()} for f in files)
+    assert ours == twins
+    assert len(twins) > 30
+
+
 def test_every_state_can_be_exported():
     """The states of all modules are public, so that they are registered for `jax.export`."""
     states = {
