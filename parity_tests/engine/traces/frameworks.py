@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 from flax import nnx
 
-from jax_models.weights.rows import join_path
+from jax_models.weights.rows import join
 from jax_models.weights.trees import path_of
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of
@@ -80,7 +80,7 @@ class Recorder:
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
         """Name a module and its submodules, except those that already have a name."""
         for path, module in modules:
-            name = join_path(prefix, path) if path else prefix
+            name = join(prefix, path) if path else prefix
             if self.names.setdefault(id(module), name) == name:
                 self._known.append(module)
 
@@ -99,11 +99,11 @@ class Recorder:
         parent = self.trace.open[-1] if self.trace.open else None
         called = {call.name for call in self.trace.calls if call.parent is parent}
         known = [self.names[id(other)] for other in self._known if type(other) is type(module)]
-        similar = [name for name in known if name.startswith(join_path(self.outer, ""))] or known
+        similar = [name for name in known if name.startswith(join(self.outer, ""))] or known
         fresh = [name for name in similar if name not in called]
         if fresh or similar:
             return (fresh or similar[-1:])[0]
-        return "" if parent is None else join_path(self.outer, type(module).__name__)
+        return "" if parent is None else join(self.outer, type(module).__name__)
 
 
 def nnx_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -120,7 +120,7 @@ def _equinox_modules(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         module, is_leaf=lambda node: isinstance(node, kind) and node is not module
     ):
         if isinstance(leaf, kind):
-            yield from _equinox_modules(leaf, join_path(name, path_of(path)))
+            yield from _equinox_modules(leaf, join(name, path_of(path)))
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -191,7 +191,7 @@ def _contexts(recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[
     if keras is not None:
         yield patched(
             [keras.layers.Layer],
-            lambda module: join_path(recorder.outer, module.name),
+            lambda module: join(recorder.outer, module.name),
             lambda module: [variable.value for variable in module.variables],
         )
 
