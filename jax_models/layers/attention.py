@@ -79,7 +79,8 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
     ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
         """Attends to the keys of the state and of the sequence, and returns the state after it."""
         batch_size, time = q.shape[:2]
-        unlimited = self.window is None and self.max_length is None
+        limit = self.max_length if self.window is None else None
+        unlimited = self.window is None and limit is None
         if unlimited and state is not None:
             raise ValueError(
                 "max_length: expected the length of the longest document, because the state has a "
@@ -89,18 +90,26 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         steps = time if rows.time_axis is None else time * lax.axis_size(rows.time_axis)
         before = state
         if before is None:
-            before = self._cache(batch_size, steps if unlimited else self.max_length or 0)
-        known = {"empty": state is None, "grows": self.window is None}
-        y, after = ops.local_attention(q, k, v, before, **known, dropout=dropout, rows=rows)
+            before = self._cache(batch_size, steps if unlimited else limit or 0)
+        y, after = ops.local_attention(
+            q,
+            k,
+            v,
+            before,
+            empty=state is None,
+            grows=self.window is None,
+            dropout=dropout,
+            rows=rows,
+        )
         if unlimited:
             return y, LocalAttentionState(after.position, *(a[:, :0] for a in after[1:]))
-        if self.window is not None:
+        if limit is None:
             return y, after
         if state is None and rows.reset is None:
-            check_time("x", steps, self.max_length)
+            check_time("x", steps, limit)
             return y, after
         positions, _ = rows.positions(before.position, time)
-        return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
+        return jnp.where((positions < limit)[..., None, None], y, jnp.nan), after
 
     def _cache(self, batch_size: int, max_length: int) -> LocalAttentionState:
         slots = max_length if self.window is None else self.window - 1
