@@ -1,9 +1,13 @@
 """`python -m tpu_compile`: compiles the layers for TPUs and checks the compiled programs."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("tpu_compile.__main__")
+
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -18,11 +22,11 @@ from rich.table import Table
 
 from parity_tests.registry import CASES
 from tpu_compile import libtpu
-from tpu_compile.outcome import Outcome, compile_program, counts
+from tpu_compile.outcome import Outcome, compile_program, counts_as_text
 from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from tpu_compile.sharded import sharded_programs
 from train.config import PRESETS
-from twinscan.command_line import CommandLineError, parse, run_command
+from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
@@ -96,8 +100,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             number(outcome.code_bytes, 2**10),
             number(outcome.peak_bytes, 2**10),
             number(outcome.flops, 1e3),
-            counts(outcome.collectives),
-            counts(outcome.precisions),
+            counts_as_text(outcome.collectives),
+            counts_as_text(outcome.precisions),
             "[red]FAIL" if outcome.faults else "[green]pass",
         )
     return result
@@ -141,7 +145,3 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 1 if any(outcome.faults for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    run_command(main, sys.argv[1:], PROG)

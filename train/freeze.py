@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from train.digest import by_path
+from train.digest import leaves_by_path
 
 
 class Trainable(NamedTuple):
@@ -21,7 +21,8 @@ class Trainable(NamedTuple):
         """The trained and the frozen part of the parameters, or of anything of their structure."""
         if not self.frozen:
             return tree, nnx.State({})
-        return nnx.split_state(tree, lambda path, _: _name(path) not in self.frozen, ...)
+        trained, frozen = nnx.split_state(tree, lambda path, _: _name(path) not in self.frozen, ...)
+        return trained, frozen
 
     def join(self, trained: nnx.State, frozen: nnx.State) -> nnx.State:
         """The whole parameters."""
@@ -36,7 +37,7 @@ def trainable(params: nnx.State, patterns: tuple[str, ...]) -> Trainable:
             would be frozen.
 
     """
-    paths = [path.removesuffix(".value") for path in by_path(params)]
+    paths = [path.removesuffix(".value") for path in leaves_by_path(params)]
     frozen: set[str] = set()
     for pattern in patterns:
         try:

@@ -1,7 +1,11 @@
 """`python -m train.generate`: continue a prompt with a run's model."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("train.generate")
+
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -10,7 +14,7 @@ import jax
 import numpy as np
 import tyro
 
-from jax_models import LanguageModel, stream, tune_allocator
+from jax_models import LanguageModel, stream
 from jax_models.options import CheckedFields
 from train.chat import ChatTemplate
 from train.checks import NotNegative, Positive, Probability, Seed, Texts
@@ -19,7 +23,7 @@ from train.pretrained import Numbers, faults_of_checkpoint, plain_tokens, read_m
 from train.run import Run
 from train.tokens import Tokens, until_end
 from train.vocabulary import first_token
-from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
+from twinscan.command_line import CommandLineError, NonFiniteError, parse
 
 PROG = "python -m train.generate"
 
@@ -183,8 +187,3 @@ def _opened(arguments: Arguments) -> Opened:
         texts = [template.render([*before, _message("user", prompt)]) for prompt in prompts]
     encoded = [plain_tokens(vocabulary, text, "--prompt") for text in texts]
     return Opened(model, vocabulary, encoded, [""] * len(texts))
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -80,7 +80,7 @@ def _integers(tokens, vocab_size: int) -> Prompt:
     return (checked if isinstance(tokens, jax.Array) else tokens).astype(np.int32)
 
 
-def _checked_mask(mask, shape: tuple[int, int]) -> Any:
+def _checked_mask(mask, shape: tuple[int, ...]) -> Any:
     """Returns a mask of the prompt's shape as booleans, or raises an error."""
     is_traced = isinstance(mask, Tracer)
     try:

@@ -5,6 +5,7 @@ from jax_models.ops.arguments import checked as _checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule
+from jax_models.ops.gated_delta_rule import GatedDeltaRuleMethod, gated_delta_rule
 from jax_models.ops.gelu import gelu
 from jax_models.ops.gru import GRUState, gru
 from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
@@ -38,6 +39,7 @@ __all__ = [
     "CausalConv1DState",
     "DeltaRuleMethod",
     "GRUState",
+    "GatedDeltaRuleMethod",
     "HyperLSTMState",
     "LSTMMethod",
     "LSTMNorms",
@@ -70,6 +72,7 @@ __all__ = [
     "document_ends",
     "empty_long_conv_state",
     "empty_wkv_state",
+    "gated_delta_rule",
     "gelu",
     "gru",
     "hyper_lstm",

@@ -11,23 +11,48 @@ import numpy as np
 from jax.core import Tracer
 
 
-class Weight(NamedTuple):
+class _Row(NamedTuple):
+    """The fields of a `Weight`."""
+
+    params: tuple[str, ...]
+    keys: tuple[str, ...]
+    to_jax: Callable[..., tuple[Any, ...]]
+    to_torch: Callable[..., tuple[Any, ...]]
+    separate: bool
+    """Whether the parameters can be compared one by one. False if a key's array is their sum."""
+    exact: bool
+    """Whether export restores the keys' arrays exactly as they were imported."""
+
+
+class Weight(_Row):
     """A row of a table.
 
     `to_jax` receives the arrays of the keys and returns a tuple with the arrays of the parameters.
     `to_torch` receives the arrays of the parameters and returns a tuple with those of the keys.
     Both receive arrays of NumPy or JAX. A row without parameters names keys that the layer does not
     use, and that may be missing.
+
+    Raises:
+        TypeError: `separate` or `exact` is not a bool.
+
     """
 
-    params: tuple[str, ...]
-    keys: tuple[str, ...]
-    to_jax: Callable[..., tuple[Any, ...]]
-    to_torch: Callable[..., tuple[Any, ...]]
-    separate: bool = True
-    """Whether the parameters can be compared one by one. False if a key's array is their sum."""
-    exact: bool = True
-    """Whether export restores the keys' arrays exactly as they were imported."""
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        params: tuple[str, ...],
+        keys: tuple[str, ...],
+        to_jax: Callable[..., tuple[Any, ...]],
+        to_torch: Callable[..., tuple[Any, ...]],
+        separate: bool = True,
+        exact: bool = True,
+    ) -> "Weight":
+        """Makes a row from its fields."""
+        for name, flag in (("separate", separate), ("exact", exact)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
+        return super().__new__(cls, params, keys, to_jax, to_torch, separate, exact)
 
 
 def same(param: str, key: str) -> Weight:
@@ -155,7 +180,7 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
     )
 
 
-def at(place: str, name: str) -> str:
+def join_path(place: str, name: str) -> str:
     """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
 

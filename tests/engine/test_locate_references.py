@@ -9,7 +9,7 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest_errors
 from parity_tests.engine.traces.trace import SLOTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -86,7 +86,7 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 def traces_of(source, *inputs) -> list[ReferenceTrace]:
     """The traces of a reference, by dtype."""
     with open_reference(source) as reference:
-        start = reference.start(inputs, dtypes=["float64", "bfloat16"])
+        start = reference.problem_maker(inputs, dtypes=["float64", "bfloat16"])
         problem = start(build=dict, call=None, to_torch=None)
         reference.run(problem)
         return [reference.trace(dtype) for dtype in problem.dtypes]
@@ -101,11 +101,11 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
     side, path = make(), tmp_path / "side.safetensors"
     record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
     for live, recorded in zip(traces_of(side, TOKENS), traces_of(path), strict=True):
-        assert recorded.own().dtypes == live.own().dtypes
-        assert {p: e for p, e in recorded.own().errors.items() if e} == {
-            p: e for p, e in live.own().errors.items() if e
+        assert recorded.own_run().dtypes == live.own_run().dtypes
+        assert {p: e for p, e in recorded.own_run().errors.items() if e} == {
+            p: e for p, e in live.own_run().errors.items() if e
         }
-        scatters = [largest(each.rounded()) for each in (live, recorded)]
+        scatters = [largest_errors(each.rounded_errors()) for each in (live, recorded)]
         there, here = ({p: e for p, e in scatter.items() if e} for scatter in scatters)
         assert there == here != {}
         assert recorded.owners == live.owners
@@ -122,7 +122,7 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
 
 def test_what_is_told_is_not_rounded():
     trace, *_ = traces_of(lambda x: tap("a", x), X)
-    scatter = largest(trace.rounded())
+    scatter = largest_errors(trace.rounded_errors())
     assert (1, "outputs", "") in scatter
     assert not any(scatter.values())
 

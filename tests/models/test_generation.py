@@ -1,6 +1,7 @@
 """Batches of prompts, the filters of the next token, and rows that stop."""
 
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,13 @@ import pytest
 from flax import nnx
 
 from jax_models import (
+    GRU,
     GPModelConfig,
     GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
     LanguageModel,
+    LanguageModelConfig,
+    RMSNorm,
     RNNLanguageModelConfig,
     generate,
     stream,
@@ -173,6 +177,34 @@ def test_a_penalty_counts_the_tokens_of_each_rows_own_text():
             row.append(int(of_row.argmax()))
     found = generate(lm, [[3, 1, 4], [5, 9, 2]], 10, key=KEY, temperature=0, repetition_penalty=2.0)
     np.testing.assert_array_equal(found, np.array(rows)[:, 3:])
+
+
+class Sized(GRU):
+    """A layer that notes the number of slots that it is given."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def set_view(self, time_axis: str | None = None, max_length: int | None = None) -> None:
+        super().set_view(time_axis)
+        self.sizes.append(max_length)
+
+
+def test_caches_have_room_for_the_text():
+    """A few sizes, so that few programs are compiled, and at most the model's context."""
+    rngs = nnx.Rngs(0)
+    parts = {
+        "embedding": nnx.Embed(VOCAB, 8, rngs=rngs),
+        "blocks": Sized(8, 8, rngs=rngs),
+        "norm": RMSNorm(8, rngs=rngs),
+    }
+    lm = LanguageModel(LanguageModelConfig(VOCAB), **parts)
+    tokens, mask = padded([[1] * 70, [2] * 60], "left", 0)
+    generate(lm, [[1, 2]], 9, key=KEY)
+    for num_tokens in (58, 59):
+        generate(lm, tokens, num_tokens, mask=mask, key=KEY)
+    limited = LanguageModel(RNNLanguageModelConfig(VOCAB, context_length=9), **parts)
+    generate(limited, [[1, 2]], 3, key=KEY)
+    assert Sized.sizes == [64, 128, 256, 9]
 
 
 TWO = [[1, 2, 3], [4, 5, 6]]

@@ -110,7 +110,6 @@ def test_probabilities_and_states_err_as_those_of_torchscript(name, x64):
             jax=ours,
             torch32=original,
             rounded=[reference.scatter("float32")[group]],
-            negligible=False,
         )
         assert error.passed, f"{group}: {error}"
 

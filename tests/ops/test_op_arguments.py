@@ -107,6 +107,9 @@ OPS = {
     "delta_rule": MASKS
     | arrays(r="B T E O", log_w="B T E O", k="B T E O", v="B T E H", a="B T E O", b="B T E O")
     | {"state": array(BATCH, EMBEDDING, HIDDEN, OUT)},
+    "gated_delta_rule": MASKS
+    | arrays(q="B T O//2 I", k="B T O//2 I", v="B T O H", log_decay="B T O", beta="B T O")
+    | {"state": array(BATCH, OUT, HIDDEN, IN)},
 }  # fmt: skip
 FAULTS = {
     "another kind of dtype": lambda a: a.astype(np.float32 if a.dtype != np.float32 else np.int32),
@@ -215,6 +218,7 @@ OTHERS = {"recurrence": RECURRENCE, "lstm_stack": STACK}
         ("delta_rule", {"min_log_w": -np.inf}, "min_log_w:"),
         ("delta_rule", {"min_log_w": 0.5}, "min_log_w:"),
         ("delta_rule", {"method": "parallel"}, "method:"),
+        ("gated_delta_rule", dict.fromkeys("qk", array(BATCH, TIME, 3, IN)), "v:"),
         ("causal_conv", {"kernel": array(2, 6)}, "state.inputs:"),
         ("online_conv", {"max_length": 0}, "max_length:"),
         ("lstm_stack", {"method": "cuda"}, "method:"),

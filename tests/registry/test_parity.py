@@ -9,8 +9,8 @@ import torch
 import torch_ref
 from parity_tests.checks import CHECKS
 from parity_tests.engine.problem import available_platforms
-from parity_tests.engine.references.torch_reference import measure_twin
-from parity_tests.engine.report import Report
+from parity_tests.engine.verdict.measure_twin import measure_twin
+from parity_tests.engine.verdict.report import Report
 from parity_tests.registry import CASES, TIME
 from parity_tests.subject import Subject
 

@@ -27,8 +27,8 @@ from jax_models import (
 )
 from jax_models.mesh_axes import declared_mesh_axes, last_axis, whole
 from parity_tests.registry import CASES
-from train.digest import by_path
-from train.mesh import MODEL, MeshConfig, build_mesh, places
+from train.digest import leaves_by_path
+from train.mesh import MODEL, MeshConfig, build_mesh, param_specs
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.step import Trainer
 
@@ -196,7 +196,7 @@ MESH = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
 
 def specs(model):
     """The sharding of each parameter on a mesh of two devices."""
-    found = places(model, MESH, fully_sharded=False)
+    found = param_specs(model, MESH, fully_sharded=False)
     return {path.removesuffix(".value"): spec for path, spec in found.items()}
 
 
@@ -206,7 +206,7 @@ def test_every_large_parameter_is_declared_and_divided(name):
     config = config_of(name, 32)  # so that heads, ranks and taps are small
     model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
     declared, features = declared_mesh_axes(model), model.embedding.features
-    params = by_path(nnx.state(model, nnx.Param))
+    params = leaves_by_path(nnx.state(model, nnx.Param))
     large = {path.removesuffix(".value") for path, x in params.items() if 2 * x.size > features**2}
     assert large
     assert large <= declared.keys()
