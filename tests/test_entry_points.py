@@ -137,7 +137,7 @@ CASES = hawk.CASES[:1]
         ("twinscan", "evaluate", "twinscan evaluate"),
         ("train", "--help", "python -m train"),
         ("train.generate", "--help", "python -m train.generate"),
-        ("parity_tests", "--help", "python -m parity_tests"),
+        ("tpu_compile", "--help", "python -m tpu_compile"),
     ],
 )
 def test_two_definitions_of_a_name_are_a_one_line_error(module, arg, prog, monkeypatch, capsys):

@@ -116,7 +116,10 @@ def test_imports_run_one_way(room):
 
 @pytest.mark.parametrize(("depth", "most_floors"), [(3, 7), (9, 99)], ids=["rooms", "files"])
 def test_the_engine_has_no_import_circle(depth, most_floors):
-    """Imports inside functions and for types count, too. Each floor imports only lower ones."""
+    """Imports inside functions and for types count, too.
+
+    The floor of a room or a file is one above the highest floor that it imports.
+    """
     arrows: dict[str, set[str]] = {}
     for file in (ROOT / "parity_tests" / "engine").rglob("*.py"):
         names = [".".join(file.relative_to(ROOT).with_suffix("").parts), *imported(file)]

@@ -30,7 +30,7 @@ from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
-SHAPES = ("1x1", "2x4", "16x16")
+SHAPES = ("1x1", "16x16")
 SCHEMA = 1
 """The version of the JSON; `docs/tpu-compile.md` describes it."""
 
@@ -40,7 +40,7 @@ class Arguments:
     """Compile every layer, kernel and a training step for TPUs, with products in full float32.
 
     Needs no TPU. A layer is compiled twice: its forward pass, and the gradients of its weights. The
-    training step of the preset is compiled for 1, 8 and 256 chips, that of a model with a billion
+    training step of the preset is compiled for one chip and for 256, that of a model with a billion
     parameters for 256, and that on a million tokens for 16.
     """
 
@@ -64,13 +64,13 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         return not parts or any(part.lower() in name.lower() for part in parts)
 
     for chip in arguments.chip or CHIPS:
-        one, *several = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
+        one, many = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
         for name, case in CASES.items():
             if asked_for(name) and "tpu" in case.platforms:
                 yield from layer_programs(case, one)
         yield from (kernel for kernel in kernel_programs(one) if asked_for(kernel.name))
         if asked_for(f"train step of {arguments.preset}"):
-            for topology in (one, *several):
+            for topology in (one, many):
                 yield train_step(arguments.preset, arguments.rows, topology)
     if not arguments.chip or "v5e" in arguments.chip:
         yield from (each for each in sharded_programs(libtpu.topology) if asked_for(each.name))

@@ -33,7 +33,7 @@ from jax_models.ops.rows import Rows
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
-from jax_models.weights.rows import join_path
+from jax_models.weights.rows import join
 
 Layer = TypeVar("Layer", bound=SequenceLayer)
 
@@ -366,7 +366,7 @@ def _bias(part: str, module: Any, key: str) -> Table:
     """The row of the bias of a norm or a head, beside the key of its scale or kernel."""
     if getattr(module, "bias", None) is None:
         return []
-    return [same(f"{part}.bias", join_path(key.rpartition(".")[0], "bias"))]
+    return [same(f"{part}.bias", join(key.rpartition(".")[0], "bias"))]
 
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines, locate_keys
-from jax_models.weights.rows import Weight, join_path
+from jax_models.weights.rows import Weight, join
 from jax_models.weights.tables import Layouts, Table, nested
 
 
@@ -105,7 +105,7 @@ def _layouts(layer: Any) -> Layouts:
 
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
     """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
-    start = join_path(place, "")
+    start = join(place, "")
     keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))

@@ -180,7 +180,7 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
     )
 
 
-def join_path(place: str, name: str) -> str:
+def join(place: str, name: str) -> str:
     """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
 

@@ -13,7 +13,7 @@ from jax_models.weights.rows import (
     Weight,
     first_last,
     flipped,
-    join_path,
+    join,
     last_first,
     namespace,
     parts,
@@ -33,7 +33,7 @@ def linear(
 ) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
     return _with_bias(
-        transposed(join_path(param, "kernel"), join_path(key, "weight")), param, key, bias, use_bias
+        transposed(join(param, "kernel"), join(key, "weight")), param, key, bias, use_bias
     )
 
 
@@ -53,11 +53,9 @@ def linear_general(
     """
     flat = (prod(in_shape), prod(out_shape))
     weight = reshaped(
-        transposed(join_path(param, "kernel"), join_path(key, "weight")),
-        (*in_shape, *out_shape),
-        flat,
+        transposed(join(param, "kernel"), join(key, "weight")), (*in_shape, *out_shape), flat
     )
-    of_bias = reshaped(same(join_path(param, "bias"), join_path(key, "bias")), out_shape, flat[1:])
+    of_bias = reshaped(same(join(param, "bias"), join(key, "bias")), out_shape, flat[1:])
     return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
 
 
@@ -80,14 +78,14 @@ def linear_of_image(
     def to_torch(a):
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
-    weight = Weight((join_path(param, "kernel"),), (join_path(key, "weight"),), to_jax, to_torch)
+    weight = Weight((join(param, "kernel"),), (join(key, "weight"),), to_jax, to_torch)
     return _with_bias(weight, param, key, bias, use_bias)
 
 
 def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, with any number of groups."""
     return _with_bias(
-        flipped(join_path(param, "kernel"), join_path(key, "weight")), param, key, bias, use_bias
+        flipped(join(param, "kernel"), join(key, "weight")), param, key, bias, use_bias
     )
 
 
@@ -122,29 +120,25 @@ def conv_transpose(
         grouped = kernel.reshape(a.shape[-2], groups, -1, *a.shape[:-2]).swapaxes(0, 1)
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
-    weight = Weight((join_path(param, "kernel"),), (join_path(key, "weight"),), to_jax, to_torch)
+    weight = Weight((join(param, "kernel"),), (join(key, "weight"),), to_jax, to_torch)
     return _with_bias(weight, param, key, bias, use_bias)
 
 
 def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(
-        same(join_path(param, "kernel"), join_path(key, "kernel")), param, key, bias, use_bias
-    )
+    return _with_bias(same(join(param, "kernel"), join(key, "kernel")), param, key, bias, use_bias)
 
 
 def layer_norm(
     param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
 ) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(
-        same(join_path(param, "scale"), join_path(key, "weight")), param, key, bias, use_bias
-    )
+    return _with_bias(same(join(param, "scale"), join(key, "weight")), param, key, bias, use_bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
     """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or another norm, whose scale is called `name`."""
-    return [same(join_path(param, "scale"), join_path(key, name))]
+    return [same(join(param, "scale"), join(key, name))]
 
 
 def group_norm(param: str, key: str) -> Table:
@@ -162,9 +156,9 @@ def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None =
     stats = param if stats is None else stats
     return [
         *(layer_norm(param, key) if affine else []),
-        same(join_path(stats, "mean"), join_path(key, "running_mean")),
-        same(join_path(stats, "var"), join_path(key, "running_var")),
-        unused(join_path(key, "num_batches_tracked"), np.zeros((), np.int64)),
+        same(join(stats, "mean"), join(key, "running_mean")),
+        same(join(stats, "var"), join(key, "running_var")),
+        unused(join(key, "num_batches_tracked"), np.zeros((), np.int64)),
     ]
 
 
@@ -186,30 +180,28 @@ def multi_head_attention(
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
-        [join_path(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
+        [join(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
     )
     # torch stores the three projections as one matrix, unless keys or values have another size.
     if kv_features is None:
-        weights = [_of_heads(parts(kernels, join_path(key, "in_proj_weight")), (features,), heads)]
+        weights = [_of_heads(parts(kernels, join(key, "in_proj_weight")), (features,), heads)]
     else:
         weights = [
             reshaped(
-                transposed(path, join_path(key, f"{name}_proj_weight")),
-                (size, *heads),
-                (size, features),
+                transposed(path, join(key, f"{name}_proj_weight")), (size, *heads), (size, features)
             )
             for path, name, size in zip(kernels, "qkv", sizes, strict=True)
         ]
     out = linear_general(
-        join_path(param, "out"),
-        join_path(key, "out_proj"),
+        join(param, "out"),
+        join(key, "out_proj"),
         in_shape=heads,
         out_shape=(features,),
         bias=bias,
         use_bias=use_bias,
     )
     if _has_bias(bias, use_bias):
-        weights.append(_of_heads(parts(biases, join_path(key, "in_proj_bias")), (), heads))
+        weights.append(_of_heads(parts(biases, join(key, "in_proj_bias")), (), heads))
     return [*weights, *out]
 
 
@@ -223,15 +215,15 @@ def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Wei
 
 def embedding(param: str, key: str) -> Table:
     """`nnx.Embed` and `torch.nn.Embedding`."""
-    return [same(join_path(param, "embedding"), join_path(key, "weight"))]
+    return [same(join(param, "embedding"), join(key, "weight"))]
 
 
 def nested(table: Table, param: str, key: str) -> Table:
     """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
     return [
         row._replace(
-            params=tuple(join_path(param, p) for p in row.params),
-            keys=tuple(join_path(key, k) for k in row.keys),
+            params=tuple(join(param, p) for p in row.params),
+            keys=tuple(join(key, k) for k in row.keys),
         )
         for row in table
     ]
@@ -240,7 +232,7 @@ def nested(table: Table, param: str, key: str) -> Table:
 def _with_bias(
     weight: Weight, param: str, key: str, bias: bool | None, use_bias: bool | None
 ) -> Table:
-    row = same(join_path(param, "bias"), join_path(key, "bias"))
+    row = same(join(param, "bias"), join(key, "bias"))
     return [weight, row] if _has_bias(bias, use_bias) else [weight]
 
 

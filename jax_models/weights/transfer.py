@@ -18,7 +18,7 @@ from jax_models.ops.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.keys import Fault, checked_mapping, joined, lines
 from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table
-from jax_models.weights.rows import Weight, join_path
+from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import Table
 
@@ -132,7 +132,7 @@ def to_torch(
 
     """
     place, weights = _place(prefix), stored_weights(layer, layout)
-    return {join_path(place, key): np.array(value, order="C") for key, value in weights.items()}
+    return {join(place, key): np.array(value, order="C") for key, value in weights.items()}
 
 
 def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:

@@ -1,5 +1,6 @@
 """Locates faults with a record, or a JAX model, as the reference."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -54,27 +55,27 @@ def after_what_rounding_explains():
     )
 
 
-def faulty_pairs() -> dict[str, Faulty]:
-    planted = {
-        f"{fault}, {framework}": Faulty(
-            TorchModel(), *FRAMEWORKS[framework](fault), TOKENS, FAULTS[fault][0]
-        )
-        for framework in ("NNX, as it is", "function with taps")
-        for fault in FAULTS
-    }
-    coarse = planted["gelu by tanh, NNX, as it is"]
-    return planted | {
-        "gelu by tanh in float32": coarse._replace(dtype="float32"),
-        "after what rounding explains": after_what_rounding_explains(),
-        "shape": of_parts(lambda x: x[:, :3], lambda x: x[:, :2]),
-        "dtype": of_parts(lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
-    }
+def planted(fault, framework="NNX, as it is", **fields):
+    model, weights = FRAMEWORKS[framework](fault)
+    return Faulty(TorchModel(), model, weights, TOKENS, FAULTS[fault][0], **fields)
+
+
+PAIRS = {
+    f"{fault}, {framework}": partial(planted, fault, framework)
+    for framework in ("NNX, as it is", "function with taps")
+    for fault in FAULTS
+} | {
+    "gelu by tanh in float32": partial(planted, "gelu by tanh", dtype="float32"),
+    "after what rounding explains": after_what_rounding_explains,
+    "shape": partial(of_parts, lambda x: x[:, :3], lambda x: x[:, :2]),
+    "dtype": partial(of_parts, lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", faulty_pairs())
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
-    twin, model, weights, inputs, culprit, dtype = faulty_pairs()[name]
+    twin, model, weights, inputs, culprit, dtype = PAIRS[name]()
     path = tmp_path / "twin.safetensors"
     record(twin, inputs, path=path, dtypes=dtype)
     there = compare(path, model, weights=weights, locate=True).location
@@ -142,7 +143,7 @@ def test_a_jax_model_is_a_reference(fault, tmp_path):
 
 
 def test_a_record_without_activations_is_not_located(tmp_path):
-    twin, model, weights, tokens, *_ = faulty_pairs()["gelu by tanh, NNX, as it is"]
+    twin, model, weights, tokens, *_ = planted("gelu by tanh")
     small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"
     record(twin, tokens, path=large)
     record(twin, tokens, path=small, activations=False)

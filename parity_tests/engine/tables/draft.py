@@ -16,7 +16,7 @@ from jax_models import weights as rows
 from jax_models.ops.checks import described
 from jax_models.weights import Layouts, Table, Weight
 from jax_models.weights.layouts import params_of
-from jax_models.weights.rows import join_path
+from jax_models.weights.rows import join
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
 from parity_tests.engine.candidates.torch_module import weight_owners
@@ -138,9 +138,7 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
     parts: list[Part] = []
     for name, module in twin.named_modules(remove_duplicate=False):
         inside = {
-            k.removeprefix(join_path(name, "")): k
-            for k in weights
-            if k.startswith(join_path(name, ""))
+            k.removeprefix(join(name, "")): k for k in weights if k.startswith(join(name, ""))
         }
         is_whole = isinstance(module, torch.nn.MultiheadAttention) or {*inside} in whole
         own = [k for i, k in inside.items() if is_whole or ("." not in i and owners[k] == k)]
@@ -157,7 +155,7 @@ def jax_parts(model: Any) -> list[Part]:
     layers: dict[str, nnx.Module] = {}
     if isinstance(model, nnx.Module):
         for place, module in nnx_modules(model):
-            is_inside = any(place.startswith(join_path(outer, "")) for outer in layers)
+            is_inside = any(place.startswith(join(outer, "")) for outer in layers)
             if hasattr(module, "torch_layouts") and not is_inside:
                 layers[place] = module
         leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
@@ -170,12 +168,12 @@ def jax_parts(model: Any) -> list[Part]:
     places: dict[str, Arrays] = {}
     for path, leaf in leaves:
         place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
-        place = next((each for each in layers if path.startswith(join_path(each, ""))), place)
+        place = next((each for each in layers if path.startswith(join(each, ""))), place)
         places.setdefault(place, {})[path] = np.asarray(leaf, float)
     for names in TOGETHER:
         for first in [place for place in places if last_word(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
-            inside = [places.get(join_path(whole, name)) for name in names]
+            inside = [places.get(join(whole, name)) for name in names]
             if all(inside):
                 places[whole] = dict(ChainMap(places.get(whole, {}), *filter(None, inside)))
     return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]

@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 from flax import nnx
 
-from jax_models.weights.rows import join_path
+from jax_models.weights.rows import join
 from jax_models.weights.trees import path_of
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of
@@ -80,7 +80,7 @@ class Recorder:
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
         """Name a module and its submodules, except those that already have a name."""
         for path, module in modules:
-            name = join_path(prefix, path) if path else prefix
+            name = join(prefix, path) if path else prefix
             if self.names.setdefault(id(module), name) == name:
                 self._named_modules.append(module)
 
@@ -102,12 +102,12 @@ class Recorder:
             self.names[id(other)] for other in self._named_modules if type(other) is type(module)
         ]
         similar = [
-            name for name in same_class if name.startswith(join_path(self.outer_name, ""))
+            name for name in same_class if name.startswith(join(self.outer_name, ""))
         ] or same_class
         uncalled = [name for name in similar if name not in called]
         if uncalled or similar:
             return (uncalled or similar[-1:])[0]
-        return "" if parent is None else join_path(self.outer_name, type(module).__name__)
+        return "" if parent is None else join(self.outer_name, type(module).__name__)
 
 
 def nnx_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -124,7 +124,7 @@ def _equinox_modules(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         module, is_leaf=lambda node: isinstance(node, kind) and node is not module
     ):
         if isinstance(leaf, kind):
-            yield from _equinox_modules(leaf, join_path(name, path_of(path)))
+            yield from _equinox_modules(leaf, join(name, path_of(path)))
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -195,7 +195,7 @@ def _contexts(recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[
     if keras is not None:
         yield patched(
             [keras.layers.Layer],
-            lambda module: join_path(recorder.outer_name, module.name),
+            lambda module: join(recorder.outer_name, module.name),
             lambda module: [variable.value for variable in module.variables],
         )
 
