@@ -36,6 +36,7 @@ from jax_models.layers.rwkv import *
 from jax_models.layers.rwkv6 import *
 from jax_models.layers.rwkv7 import *
 from jax_models.layers.rwkv_parts import *
+from jax_models.layers.self_attention import *
 from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.generation import *

@@ -27,6 +27,7 @@ from torch_ref.layers.rnn import *
 from torch_ref.layers.rwkv import *
 from torch_ref.layers.rwkv6 import *
 from torch_ref.layers.rwkv7 import *
+from torch_ref.layers.self_attention import *
 from torch_ref.layers.striped_hyena import *
 from torch_ref.models.generation import *
 from torch_ref.models.gp import *
