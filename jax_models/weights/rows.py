@@ -28,6 +28,10 @@ class Weight(NamedTuple):
     """Whether the parameters can be compared one by one. False if a key's array is their sum."""
     exact: bool = True
     """Whether export restores the keys' arrays exactly as they were imported."""
+    any_division: bool = False
+    """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
+    checks only their total size.
+    """
 
 
 def same(param: str, key: str) -> Weight:
