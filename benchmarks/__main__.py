@@ -19,18 +19,18 @@ from benchmarks import families
 from benchmarks.compare import Session
 from benchmarks.environment import ALLOCATORS, Allocator
 from benchmarks.families.limits import measure_limits
-from benchmarks.pieces import OutOfTime, Pieces
 from benchmarks.report.page import write_page
 from benchmarks.report.plot import bars, draw
 from benchmarks.report.store import BrokenRecord, Record, plot_path, read_all, versions, write
-from benchmarks.report.table import line
+from benchmarks.report.table import check_line
+from benchmarks.resume import OutOfTime, ResumableRun
 from benchmarks.workers import Unsuitable, Workers
 from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
-NOT_QUICK = ("limits", "memory")
+SKIPPED_BY_QUICK = ("limits", "memory")
 """Families that --quick leaves out: every run begins with the limits anyway, and the programs of
 memory compile for longer than they run."""
 
@@ -86,21 +86,21 @@ def run(
     # Read the old records before the long measurements, because the page needs them at the end.
     folder.mkdir(parents=True, exist_ok=True)
     read_all(folder)
-    asked = [list(names), quick, platform, list(allocators), versions()]
-    pieces = None if minutes is None else Pieces(folder, minutes, asked)
+    request = [list(names), quick, platform, list(allocators), versions()]
+    resumable = None if minutes is None else ResumableRun(folder, minutes, request)
     records = []
     console = Console(width=150)
     # Malloc is chosen when a process starts, so each allocator gets its own workers.
     for allocator in allocators:
         with Workers(platform, allocator) as workers:
-            session = Session(workers, console, quick, measure_limits, pieces)
+            session = Session(workers, console, quick, measure_limits, resumable)
             if allocator == "tuned" and session.platform != "cpu":
                 console.print(f"tuned: left out, it is nothing to a {session.platform}")
                 continue
             # Write each family as soon as it is measured, so that a later failure loses nothing.
             assert session.limits is not None
             for name in names:
-                if pieces and pieces.has(f"{name}, {allocator}"):
+                if resumable and resumable.is_written(f"{name}, {allocator}"):
                     continue
                 console.rule(f"{families.title(name)}, {allocator} allocator")
                 outcome = families.measure(name, session)
@@ -119,15 +119,15 @@ def run(
                 draw_family(folder, record)
                 write_page(folder, families.FAMILIES)
                 records.append(record)
-                if pieces:
-                    pieces.end(f"{name}, {allocator}")
-    if pieces:
-        pieces.remove()
+                if resumable:
+                    resumable.mark_written(f"{name}, {allocator}")
+    if resumable:
+        resumable.remove()
     # Repeat all checks at the end, where they are easy to find.
     for record in records:
         console.rule(f"{record.title}, {record.allocator} allocator")
         for check in record.outcome.checks:
-            console.print(line(check))
+            console.print(check_line(check))
     return records
 
 
@@ -147,7 +147,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     """Measures the families, or only writes the page."""
     arguments = parse(Arguments, args, prog=prog)
     folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
-    quick = [name for name in families.FAMILIES if name not in NOT_QUICK]
+    quick = [name for name in families.FAMILIES if name not in SKIPPED_BY_QUICK]
     names = arguments.only or (quick if arguments.quick else families.FAMILIES)
     if arguments.page:
         write_page(folder, families.FAMILIES)

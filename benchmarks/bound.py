@@ -26,15 +26,15 @@ from rich.table import Table
 from benchmarks.report.store import versions
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import CASES, MUTATIONS, Case, Mutation
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-TIMES = (1, 33)
+NUM_STEPS = (1, 33)
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
-EDGES = np.linspace(-4, 1, 51)
+BIN_EDGES = np.linspace(-4, 1, 51)
 """The bin edges of the histograms, in log10 of a share. The first bin includes smaller shares."""
 
 
@@ -90,7 +90,7 @@ def shares(architecture: str, count: int) -> Shares:
     jax.config.update("jax_enable_x64", True)
     result, found = Shares(architecture), defaultdict(list)
     cases = [CASES[name] for name in cases_by_architecture()[architecture]]
-    turns = [(case, time) for case in cases for time in TIMES]
+    turns = [(case, time) for case in cases for time in NUM_STEPS]
     for turn, (case, time) in enumerate(turns):
         jax_side = JaxSide(case.problem())
         for one in configurations(case, time, iter(range(turn, count, len(turns)))):
@@ -119,7 +119,7 @@ def shares(architecture: str, count: int) -> Shares:
         dtype: np.quantile(values, QUANTILES).tolist() for dtype, values in found.items()
     }
     result.histograms = {
-        dtype: np.histogram(np.log10(np.maximum(values, 10 ** EDGES[0])), EDGES)[0].tolist()
+        dtype: np.histogram(np.log10(np.maximum(values, 10 ** BIN_EDGES[0])), BIN_EDGES)[0].tolist()
         for dtype, values in found.items()
     }
     return result
@@ -148,10 +148,10 @@ def draw(found: list[Shares], planted: dict[str, float], path: Path) -> None:
     )
     for offset, dtype in zip((-0.22, 0, 0.22), DTYPES, strict=True):
         counts = np.sum([shares.histograms[dtype] for shares in found], axis=0)
-        above.stairs(counts / counts.sum(), 10**EDGES, label=dtype)
+        above.stairs(counts / counts.sum(), 10**BIN_EDGES, label=dtype)
         for row, shares in enumerate(found):
             smallest, low, median, high, largest = np.maximum(
-                shares.quantiles[dtype], 10 ** EDGES[0]
+                shares.quantiles[dtype], 10 ** BIN_EDGES[0]
             )
             y, color = row + offset, f"C{DTYPES.index(dtype)}"
             below.plot((smallest, largest), (y, y), color=color, linewidth=0.8)

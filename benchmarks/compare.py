@@ -7,8 +7,16 @@ from functools import cached_property, partial
 from rich.console import Console
 
 from benchmarks.outcome import Outcome, Row, check_targets
-from benchmarks.pieces import Pieces
-from benchmarks.problem import OURS, Arrays, Contenders, LeftOut, Limits, Problem, relative_error
+from benchmarks.problem import (
+    OURS,
+    Arrays,
+    CannotSolve,
+    Contenders,
+    Limits,
+    Problem,
+    relative_error,
+)
+from benchmarks.resume import ResumableRun
 from benchmarks.workers import Workers
 
 
@@ -20,7 +28,7 @@ class Session:
     console: Console
     quick: bool = False
     measure_limits: Callable[["Session"], Limits] | None = None
-    pieces: Pieces | None = None
+    resumable: ResumableRun | None = None
 
     @cached_property
     def limits(self) -> Limits | None:
@@ -32,11 +40,11 @@ class Session:
         """The platform of JAX: cpu, gpu or tpu."""
         return self.workers.device("jax").split(":")[0]
 
-    def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
+    def measure_once(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
         """Measures a piece of a family, unless an earlier call of the same run has measured it."""
-        if self.pieces is None:
+        if self.resumable is None:
             return measure()
-        return self.pieces.piece(f"{self.workers.allocator}: {name}", measure)
+        return self.resumable.measure_once(f"{self.workers.allocator}: {name}", measure)
 
     @property
     def rounds(self) -> int:
@@ -60,7 +68,7 @@ def compare(
 
     outcome = Outcome()
     for problem in problems:
-        found = session.piece(
+        found = session.measure_once(
             f"{module}: {problem.name}",
             partial(compare_problem, session, module, contenders, problem),
         )
@@ -108,7 +116,7 @@ def compare_part(
             prepared[framework, name] = session.workers.prepare(
                 framework, module, name, problem, part
             )
-        except (ImportError, LeftOut) as error:
+        except (ImportError, CannotSolve) as error:
             outcome.left_out[f"{name} ({problem.name})"] = str(error)
         except RuntimeError as error:
             if name == OURS:
@@ -116,8 +124,8 @@ def compare_part(
             outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"
     # Disturbed bursts are repeated, but at most once on average.
     rounds = min(session.rounds, problem.rounds)
-    most = rounds if session.quick else 2 * rounds
-    timings = session.workers.time(list(prepared), rounds=rounds, most=most)
+    max_rounds = rounds if session.quick else 2 * rounds
+    timings = session.workers.time(list(prepared), rounds=rounds, max_rounds=max_rounds)
     # Compare the times with the limits of the machine, and the results with the oracle.
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():

@@ -18,8 +18,8 @@ from jax_models.allocator import SETTINGS, library_of, malloc_is_glibc
 
 Allocator = Literal["default", "tuned"]
 ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
-OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
+MALLOC_PREFIXES = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+THREAD_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
 """Prefixes of the environment variables that change malloc, and of those that change threads."""
 AT_ONCE, PAUSE = 0.75, 0.003
 """The quantile of the counts of active threads, and the seconds between two counts."""
@@ -64,16 +64,16 @@ class Environment:
 
 def without_malloc(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of an environment, without those that change malloc."""
-    return {name: x for name, x in environment.items() if not name.startswith(OF_MALLOC)}
+    return {name: x for name, x in environment.items() if not name.startswith(MALLOC_PREFIXES)}
 
 
-def find(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Environment:
+def find_environment(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Environment:
     """The environment of this process, in which `compute` makes a framework compute on an array."""
     threads, cores = working_threads(compute)
     glibc = " ".join(platform.libc_ver())
     malloc = glibc if malloc_is_glibc() else Path(library_of("malloc")).name
     settings = "".join(f", {name} {value}" for name, (_, value) in SETTINGS.items())
-    names = (*OF_MALLOC, *OF_THREADS)
+    names = (*MALLOC_PREFIXES, *THREAD_PREFIXES)
     return Environment(
         threads,
         cores,

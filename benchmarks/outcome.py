@@ -6,9 +6,9 @@ from typing import Literal
 
 from benchmarks.problem import OURS
 
-TIE = 0.1
+TIE_TOLERANCE = 0.1
 """Relative differences below this are ties."""
-SAME = 1e-3
+COMPARABLE_ERROR = 1e-3
 """With a larger relative error, a contender computes something different."""
 
 
@@ -44,7 +44,7 @@ class Row:
     @property
     def comparable(self) -> bool:
         """Whether the contender computes the same as the oracle."""
-        return max(self.error or 0.0, self.gradient_error or 0.0) < SAME
+        return max(self.error or 0.0, self.gradient_error or 0.0) < COMPARABLE_ERROR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Check:
 
     @property
     def verdict(self) -> Literal["pass", "tie", "MISS"]:
-        """Whether the number reaches its target; a miss by less than `TIE` is a tie."""
+        """Whether the number reaches its target; a miss by less than `TIE_TOLERANCE` is a tie."""
         excess = self.bound / self.value if self.at_least else self.value / self.bound
-        return "pass" if excess <= 1 else "tie" if excess <= 1 + TIE else "MISS"
+        return "pass" if excess <= 1 else "tie" if excess <= 1 + TIE_TOLERANCE else "MISS"
 
     @property
     def measured(self) -> str:

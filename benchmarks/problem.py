@@ -104,7 +104,7 @@ class Call(NamedTuple):
     """The number of repetitions in one call. The time of a call is divided by it."""
 
 
-class LeftOut(Exception):  # noqa: N818
+class CannotSolve(Exception):  # noqa: N818
     """Raised by a contender that cannot solve a problem; the message says why."""
 
 

@@ -11,20 +11,20 @@ from benchmarks.workers import Prepared
 
 
 def prepare(
-    made: Function | Call, problem: Problem, part: str
+    solution: Function | Call, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
     """A function to time, the number of repetitions in one call, and the result."""
-    if isinstance(made, Call):
-        return made.call, made.parts, Prepared(None, None, made.result())
+    if isinstance(solution, Call):
+        return solution.call, solution.parts, Prepared(None, None, solution.result())
     leaves = {
         name: x if isinstance(x, torch.Tensor) else torch.tensor(x, requires_grad=True)
-        for name, x in made.params.items()
+        for name, x in solution.params.items()
     }
     wait = torch.cuda.synchronize if torch.get_default_device().type == "cuda" else lambda: None
 
     def forward():
         with torch.no_grad():
-            y = made.apply(leaves)
+            y = solution.apply(leaves)
         wait()
         return y
 
@@ -35,13 +35,13 @@ def prepare(
     def both():
         for leaf in leaves.values():
             leaf.grad = None
-        y = made.apply(leaves)
+        y = solution.apply(leaves)
         y.backward(cotangent)
         wait()
         return y
 
     arrays = {"y": _numpy(both())}
-    gradients = made.named({name: leaf.grad for name, leaf in leaves.items()})
+    gradients = solution.named({name: leaf.grad for name, leaf in leaves.items()})
     arrays |= {name: _numpy(g) for name, g in gradients.items()}
     return both, 1, Prepared(None, None, arrays)
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.environment import Allocator, Environment, find, without_malloc
-from benchmarks.problem import Framework, LeftOut, Problem
+from benchmarks.environment import Allocator, Environment, find_environment, without_malloc
+from benchmarks.problem import CannotSolve, Framework, Problem
 from jax_models import tune_allocator
 
 ENVIRONMENT = {
@@ -28,15 +28,15 @@ ENVIRONMENT = {
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
-EXPS = 16
+NUM_EXPS = 16
 """Number of exponentials in the computation by which threads are counted.
 
 It is long enough that a thread that wakes up late still finds work to do."""
-QUIET = 0.05
+QUIET_LOAD = 0.05
 """The share of the cores that other processes may use in a burst that counts."""
-SLOW = 2.5
+SLOW_RATIO = 2.5
 """The ratio to the fastest contender above which two bursts are enough."""
-TICK = 0.02
+CLOCK_ERROR = 0.02
 """The error of the system's clocks of processor time, in seconds."""
 
 
@@ -122,9 +122,9 @@ class Workers:
         return answer
 
     def _start(self) -> tuple[Any, Any]:
-        mine, theirs = self.context.Pipe()
+        our_end, worker_end = self.context.Pipe()
         tuned = self.allocator == "tuned"
-        process = self.context.Process(target=_work, args=(theirs, tuned), daemon=True)
+        process = self.context.Process(target=_work, args=(worker_end, tuned), daemon=True)
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(without_malloc(before) | self.environment)
@@ -133,8 +133,8 @@ class Workers:
         finally:
             os.environ.clear()
             os.environ.update(before)
-        theirs.close()
-        return process, mine
+        worker_end.close()
+        return process, our_end
 
     def device(self, framework: Framework) -> str:
         """The platform and the device of a framework, as `platform: device`.
@@ -178,7 +178,7 @@ class Workers:
 
         """
         compute = _jax_exp if framework == "jax" else _torch_exp
-        found = self.call(framework, find, compute, self.allocator)
+        found = self.call(framework, find_environment, compute, self.allocator)
         if self.devices[framework].startswith("cpu"):
             for fault in found.faults(self.cores, self.allocator):
                 raise Unsuitable(f"{framework}: {fault}; in its environment: {found.variables}")
@@ -191,15 +191,15 @@ class Workers:
         return self.call(framework, _prepare, module, name, problem, part)
 
     def time(
-        self, contenders: list[tuple[Framework, str]], *, rounds: int, most: int
+        self, contenders: list[tuple[Framework, str]], *, rounds: int, max_rounds: int
     ) -> dict[tuple[Framework, str], Timing]:
-        """Times prepared contenders, with up to `most` rounds if other processes disturb them."""
+        """Times prepared contenders, in up to `max_rounds` rounds if other processes run."""
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
-        for turn in range(most):
+        for turn in range(max_rounds):
             fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
             for key, found in bursts.items():
-                quiet = sum(burst.others <= QUIET for burst in found)
-                slow = turn >= 2 and median(found) > SLOW * fastest
+                quiet = sum(burst.others <= QUIET_LOAD for burst in found)
+                slow = turn >= 2 and median(found) > SLOW_RATIO * fastest
                 if quiet < (2 if slow else rounds):
                     found.append(self.call(key[0], _burst, key[1]))
         for framework, _ in contenders:
@@ -214,7 +214,7 @@ def median(bursts: list[Burst]) -> float:
 
 def timing(bursts: list[Burst]) -> Timing:
     """The median over the quiet bursts, or over the quietest half if fewer than two are quiet."""
-    kept = [burst for burst in bursts if burst.others <= QUIET]
+    kept = [burst for burst in bursts if burst.others <= QUIET_LOAD]
     disturbed = len(kept) < 2
     if disturbed:
         kept = sorted(bursts, key=lambda burst: burst.others)[: (len(bursts) + 1) // 2]
@@ -254,7 +254,7 @@ def _work(connection, tuned: bool) -> None:
         function, args = task
         try:
             connection.send((function(*args), None))
-        except (ImportError, LeftOut) as error:
+        except (ImportError, CannotSolve) as error:
             connection.send((None, error))
         except Exception as error:
             connection.send((None, RuntimeError(f"{error!r}\n{traceback.format_exc()}")))
@@ -281,7 +281,7 @@ def _burst(name: str, seconds: float = 0.3) -> Burst:
         call()
         times.append(time.perf_counter() - before)
     elapsed = time.perf_counter() - start
-    others = busy_seconds() - busy - (own_seconds() - own) - TICK
+    others = busy_seconds() - busy - (own_seconds() - own) - CLOCK_ERROR
     cores = len(os.sched_getaffinity(0))
     kept = times[1:] if len(times) > 1 else times
     return Burst([t / count for t in kept], max(0.0, others / elapsed / cores))
@@ -310,7 +310,7 @@ def _jax_exps(size: int) -> Callable:
     """Computes on an array on the device, because copying it would keep the main thread busy."""
     import jax
 
-    exps = jax.jit(lambda x: jax.lax.fori_loop(0, EXPS, lambda _, x: jax.numpy.exp(-x), x))
+    exps = jax.jit(lambda x: jax.lax.fori_loop(0, NUM_EXPS, lambda _, x: jax.numpy.exp(-x), x))
     return partial(exps, jax.numpy.zeros(size))
 
 
@@ -321,7 +321,7 @@ def _torch_device(platform: str, threads: int) -> str:
     if platform == "cpu":
         return "cpu: cpu"
     if platform != "gpu" or not torch.cuda.is_available():
-        raise LeftOut(f"this torch has no {platform}")
+        raise CannotSolve(f"this torch has no {platform}")
     torch.set_default_device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return f"gpu: {torch.cuda.get_device_name()}"
@@ -330,5 +330,5 @@ def _torch_device(platform: str, threads: int) -> str:
 def _torch_exp(x: np.ndarray) -> None:
     import torch
 
-    for _ in range(EXPS):
+    for _ in range(NUM_EXPS):
         torch.from_numpy(x).exp()

@@ -42,7 +42,7 @@ def with_auto_axes(call: Call) -> Call:
             variables, x, state, masks = structure.unflatten(inputs)
             layer = nnx.merge(graphdef, variables, copy=True)
             y, last_state = call(layer, x, state, **masks)
-            return y, last_state, assigned(variables, nnx.state(layer))
+            return y, last_state, assigned_variables(variables, nnx.state(layer))
 
         # `run` works on a copy of the layer, so it also returns the variables that the call
         # changed.
@@ -78,7 +78,7 @@ def _spec(array: Any) -> P:
     return jax.typeof(array).sharding.spec if isinstance(array, jax.Array) else P()
 
 
-def assigned(before: nnx.State, after: nnx.State) -> nnx.State:
+def assigned_variables(before: nnx.State, after: nnx.State) -> nnx.State:
     """Returns the variables that a call assigned to, such as dropout's count of random keys."""
     old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     new = nnx.to_flat_state(after)

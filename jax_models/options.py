@@ -62,14 +62,14 @@ class LayerOptions(MatrixOptions, total=False):
 Options = TypeVar("Options")
 
 
-def only(kind: type[Options], options: Any) -> Options:
+def declared_options(kind: type[Options], options: Any) -> Options:
     """Returns the options that a TypedDict declares."""
     known: Any = {name: value for name, value in options.items() if name in kind.__annotations__}
     return known
 
 
-filter_options: Callable[[Any], FilterOptions] = partial(only, FilterOptions)
-norm_options: Callable[[Any], NormOptions] = partial(only, NormOptions)
+filter_options: Callable[[Any], FilterOptions] = partial(declared_options, FilterOptions)
+norm_options: Callable[[Any], NormOptions] = partial(declared_options, NormOptions)
 
 
 def with_inits(
@@ -139,7 +139,7 @@ class ConstructorSignature:
         return inspect.Signature(parameters)
 
 
-def explained(method: Callable[..., Result]) -> Callable[..., Result]:
+def explain_call_errors(method: Callable[..., Result]) -> Callable[..., Result]:
     """Makes the errors of a layer's call explain unknown arguments and parameters without values.
 
     Both are checked only after an error, because checking all parameters before each call would
@@ -165,9 +165,9 @@ def explained(method: Callable[..., Result]) -> Callable[..., Result]:
 METHODS: dict[str, Callable[[Any], Any]] = {
     "__init__": checked_options,
     "init_state": checked({int: checked_count}),
-    "__call__": explained,
-    "step": explained,
-    "logits": explained,
+    "__call__": explain_call_errors,
+    "step": explain_call_errors,
+    "logits": explain_call_errors,
 }
 """The decorators of the methods of layers and models."""
 

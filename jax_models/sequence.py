@@ -22,7 +22,7 @@ from jax_models.call_arguments import (
 )
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import Rows, carry_dtype
-from jax_models.ops.checks import checked_count, nan_rows
+from jax_models.ops.checks import checked_count, set_rows_to_nan
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
@@ -218,7 +218,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         y = rows.masked(y)
         # Under `jit`, a wrong length cannot raise an error, so the row becomes NaN.
         if outside is not None:
-            y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
+            y, last_state = set_rows_to_nan(outside, (y, last_state), (0, state_batch_axes(self)))
         if not batched:
             axes = state_batch_axes(self)
             return y[0], jax.tree.map(jnp.squeeze, last_state, axes)

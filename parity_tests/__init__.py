@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parity_tests.engine.compare import Pair, assert_parity, compare
     from parity_tests.engine.references.recording import record
-    from parity_tests.engine.report import Report
     from parity_tests.engine.tables.draft import draft_table
     from parity_tests.engine.traces.tap import tap
     from parity_tests.engine.training.compare_training import compare_training
     from parity_tests.engine.training.training_report import TrainingReport
-    from parity_tests.report.own import save
+    from parity_tests.engine.verdict.report import Report
+    from parity_tests.report.save import save
 
 __all__ = [
     "Pair",
@@ -37,10 +37,10 @@ ROOMS = {
     "engine.tables.draft": ("draft_table",),
     "engine.traces.tap": ("tap",),
     "engine.references.recording": ("record",),
-    "engine.report": ("Report",),
+    "engine.verdict.report": ("Report",),
     "engine.training.compare_training": ("compare_training",),
     "engine.training.training_report": ("TrainingReport",),
-    "report.own": ("save",),
+    "report.save": ("save",),
 }
 
 

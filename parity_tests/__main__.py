@@ -1,9 +1,6 @@
 """`python -m parity_tests`: compare every model of this package with its PyTorch twin."""
 
-import sys
-
-from parity_tests.report.command import PROG, main
-from twinscan.command_line import run_command
+from twinscan.command_line import run_module
 
 if __name__ == "__main__":
-    run_command(main, sys.argv[1:], PROG)
+    run_module("parity_tests.report.command", prog="python -m parity_tests")

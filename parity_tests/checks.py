@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_models import Reversed
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import BATCH, CASES, TIME, Mutation
 from parity_tests.subject import ALL_STEPS, NO_RESET, Subject, assert_same_tree
 from parity_tests.weight_checks import (
@@ -94,7 +94,7 @@ def steps_with_reset_equal_replay(subject: Subject):
             layer.step(subject.x[:, 0], state, reset=NO_RESET[:, 0])
         return
     reset = np.array([np.ones(TIME), np.arange(TIME) % 3 == 1, np.zeros(TIME)], bool)
-    y, last, _ = subject.masked(subject.x, reset=reset)
+    y, last, _ = subject.call_with_masks(subject.x, reset=reset)
     step = jax.jit(lambda x_t, state, reset: layer.step(x_t, state, reset=reset))
     for t in range(TIME):
         y_t, state = step(subject.x[:, t], state, reset[:, t])
@@ -106,8 +106,8 @@ def steps_with_reset_equal_replay(subject: Subject):
 def cut_equals_uncut(subject: Subject):
     if not subject.case.causal:
         return
-    y_head, state = subject.part(0, 4, subject.state)
-    y_tail, state = subject.part(4, TIME, state)
+    y_head, state = subject.call_steps(0, 4, subject.state)
+    y_tail, state = subject.call_steps(4, TIME, state)
     uncut = subject.call(subject.x, subject.state)
     assert_same_tree((np.concatenate([y_head, y_tail], axis=1), state), uncut, "cut and uncut")
 
@@ -116,12 +116,12 @@ def cut_equals_uncut(subject: Subject):
 def batch_rows_are_independent(subject: Subject):
     y, last = subject.call(subject.x, subject.state)
     others = np.broadcast_to(np.arange(BATCH)[:, None] > 0, (BATCH, TIME))
-    y_others, last_others = subject.call(subject.disturbed(others), subject.state)
+    y_others, last_others = subject.call(subject.changed_inputs(others), subject.state)
     assert (y_others[0] == y[0]).all(), "another row's input changes this row's output"
     assert (y_others[1:] != y[1:]).any(axis=(1, 2)).all(), "a row's input does not change it"
-    last_row = subject.rows([0], last)
-    assert_same_tree(subject.rows([0], last_others), last_row, "row 0's state")
-    alone = subject.call(subject.x[:1], subject.rows([0], subject.state))
+    last_row = subject.state_rows([0], last)
+    assert_same_tree(subject.state_rows([0], last_others), last_row, "row 0's state")
+    alone = subject.call(subject.x[:1], subject.state_rows([0], subject.state))
     assert_same_tree(alone, (y[:1], last_row), "row 0 alone")
 
 
@@ -130,10 +130,10 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
     y, _ = subject.call(subject.x, subject.state)
     half = TIME // 2
     step = np.broadcast_to(np.arange(TIME), (BATCH, TIME))
-    later, _ = subject.call(subject.disturbed(step >= half), subject.state)
+    later, _ = subject.call(subject.changed_inputs(step >= half), subject.state)
     first = 0 if subject.case.reach is None else TIME - subject.case.reach
-    earlier, _ = subject.call(subject.disturbed(step == first), subject.state)
-    forgotten, _ = subject.call(subject.disturbed(step < first), subject.state)
+    earlier, _ = subject.call(subject.changed_inputs(step == first), subject.state)
+    forgotten, _ = subject.call(subject.changed_inputs(step < first), subject.state)
     if subject.case.causal:
         subject.assert_unchanged(later[:, :half], y[:, :half], "the past, by the future")
     else:
@@ -147,15 +147,15 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
 
 @check
 def padding_has_no_influence(subject: Subject):
-    y, last, _ = subject.masked(subject.x, LENGTHS)
-    y_other, last_other, _ = subject.masked(subject.disturbed(PADDING), LENGTHS)
+    y, last, _ = subject.call_with_masks(subject.x, LENGTHS)
+    y_other, last_other, _ = subject.call_with_masks(subject.changed_inputs(PADDING), LENGTHS)
     assert (y_other == y).all(), "the padding changes the outputs"
     assert_same_tree(last_other, last, "state with other padding")
     assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
     for row, length in enumerate(LENGTHS):
-        y_unpadded, last_unpadded = subject.part(0, length, subject.state)
-        padded = y[row, :length], subject.rows([row], last)
-        unpadded = y_unpadded[row], subject.rows([row], last_unpadded)
+        y_unpadded, last_unpadded = subject.call_steps(0, length, subject.state)
+        padded = y[row, :length], subject.state_rows([row], last)
+        unpadded = y_unpadded[row], subject.state_rows([row], last_unpadded)
         assert_same_tree(padded, unpadded, f"row {row} and the same row unpadded")
 
 
@@ -190,7 +190,7 @@ def documents_in_a_row_stay_apart(subject: Subject):
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
-    y, last, _ = subject.masked(subject.x, lengths, reset)
+    y, last, _ = subject.call_with_masks(subject.x, lengths, reset)
 
     # Each document must have the same results as if it were alone. The first document continues
     # from the given state, unless it begins with a reset; for a backward layer, the last one does.
@@ -201,11 +201,13 @@ def documents_in_a_row_stay_apart(subject: Subject):
         for start, end in itertools.pairwise(edge for edge in edges if edge <= length):
             forward = zero if start in starts[row] else given
             backward = given if end == length else zero
-            y_alone, last_alone = subject.part(start, end, subject.by_direction(forward, backward))
+            y_alone, last_alone = subject.call_steps(
+                start, end, subject.joined_by_direction(forward, backward)
+            )
             assert_same(y[row, start:end], y_alone[row], f"row {row}, steps {start} to {end}")
-            lasts.append(subject.rows([row], last_alone))
-        expected = subject.by_direction(lasts[-1], lasts[0])
-        assert_same_tree(subject.rows([row], last), expected, f"state of row {row}")
+            lasts.append(subject.state_rows([row], last_alone))
+        expected = subject.joined_by_direction(lasts[-1], lasts[0])
+        assert_same_tree(subject.state_rows([row], last), expected, f"state of row {row}")
 
 
 @check
@@ -234,7 +236,7 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
         state = case.state(batch=len(rows))
     y, last = jax.jit(subject.layer.__call__)(np.concatenate(rows), state, **masks)
     for row, (place, end) in enumerate(zip(places, ends, strict=True)):
-        found = y[row : row + 1, end - length : end], subject.rows([row], last)
+        found = y[row : row + 1, end - length : end], subject.state_rows([row], last)
         assert_same_tree(found, expected, f"a document {place}")
 
 
@@ -247,9 +249,9 @@ def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
     cut, order = length // 3, [1, 0, 2]
     head, state = subject.call(x[:, :cut], None)
     assert_same(head[:1], expected[:, :cut], "the first part")
-    state, rest = subject.rows(order, state), x[order, cut:length]
+    state, rest = subject.state_rows(order, state), x[order, cut:length]
     y, last = subject.call(rest, state)
-    found = y[1:2], subject.rows([1], last)
+    found = y[1:2], subject.state_rows([1], last)
     assert_same_tree(found, (expected[:, cut:], expected_last), "the second part, in another row")
 
     # A state that was saved to a file and loaded again gives the same results bit for bit.
@@ -271,7 +273,7 @@ def jit_equals_eager(subject: Subject):
 
 @check
 def vmap_equals_loop(subject: Subject):
-    xs = np.stack([subject.x, subject.disturbed(np.full((BATCH, TIME), True))])
+    xs = np.stack([subject.x, subject.changed_inputs(np.full((BATCH, TIME), True))])
     mapped = jax.jit(jax.vmap(subject.layer.__call__, in_axes=(0, None)))(xs, subject.state)
     for i, x in enumerate(xs):
         single = jax.tree.map(lambda a: a[i], jax.device_get(mapped))  # noqa: B023
@@ -301,14 +303,14 @@ def nan_stays_where_it_is(subject: Subject):
 
     # Everything that the NaN may not reach must be the same as without it.
     for name, (where, reached, reaches_state, lengths, reset) in plants.items():
-        y, last, gradient = subject.masked(subject.x, lengths, reset)
+        y, last, gradient = subject.call_with_masks(subject.x, lengths, reset)
         planted = np.where(where[..., None], np.nan, subject.x)
-        y_nan, last_nan, gradient_nan = subject.masked(planted, lengths, reset)
+        y_nan, last_nan, gradient_nan = subject.call_with_masks(planted, lengths, reset)
         for with_nan, without, what in ((y_nan, y, "outputs"), (gradient_nan, gradient, "grads")):
             assert_same(with_nan[~reached], without[~reached], f"{what} beside a NaN in {name}")
             assert np.isfinite(with_nan[~reached]).all(), f"a NaN in {name} reaches the {what}"
         rows = [0, 2] if reaches_state else [0, 1, 2]
-        states = subject.rows(rows, last_nan), subject.rows(rows, last)
+        states = subject.state_rows(rows, last_nan), subject.state_rows(rows, last)
         assert_same_tree(*states, f"states of rows {rows} beside a NaN in {name}")
         if name == "the padding":
             assert (gradient_nan[PADDING] == 0).all(), "the padding has a gradient"

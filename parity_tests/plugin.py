@@ -14,7 +14,7 @@ from parity_tests.engine.report_hooks import REPORT_HOOKS
 from twinscan.files import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from parity_tests.engine.report import Report
+    from parity_tests.engine.verdict.report import Report
 
 ATTRIBUTE = "twinscan_record"
 """The attribute of pytest's report that holds the record of a test's comparisons, as JSON."""
@@ -74,7 +74,7 @@ class Collector:
         """Attach the reports to pytest's report under the test's name, and a number from 2 on."""
         report = yield
         if self.reports:
-            from parity_tests.report.own import record_of
+            from parity_tests.report.save import record_of
 
             first = item.stash.get(COUNT, 0) + 1
             item.stash[COUNT] = first + len(self.reports) - 1
@@ -96,9 +96,9 @@ class Collector:
         REPORT_HOOKS.remove(self.reports.append)
         if self.files:
             from parity_tests.report.files import FORMS
-            from parity_tests.report.record import Record, merged
+            from parity_tests.report.record import Record, join_records
 
-            record = merged([*map(Record.from_json, self.records)])
+            record = join_records([*map(Record.from_json, self.records)])
             for form, path in self.files.items():
                 write_whole(path, FORMS[f".{form}"](record))
 

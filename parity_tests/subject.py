@@ -45,7 +45,7 @@ class Subject:
         """The layer without masks; its results are numpy arrays."""
         return jax.device_get(self._call(x, state))
 
-    def masked(self, x, lengths=ALL_STEPS, reset=NO_RESET):
+    def call_with_masks(self, x, lengths=ALL_STEPS, reset=NO_RESET):
         """The outputs, the last state, and the gradient of a loss over both with respect to x.
 
         For a language model, whose inputs are tokens, the gradient is None.
@@ -74,11 +74,11 @@ class Subject:
         gradients, (y, last) = jax.grad(loss, arguments, has_aux=True)(params, x)
         return y, last, (*gradients, None)[:2]
 
-    def part(self, start: int, stop: int, state):
+    def call_steps(self, start: int, stop: int, state):
         """The results for the steps from `start` to `stop` of all rows."""
         return self.call(self.x[:, start:stop], state)
 
-    def disturbed(self, where: np.ndarray) -> np.ndarray:
+    def changed_inputs(self, where: np.ndarray) -> np.ndarray:
         """The inputs, changed where `where` (batch, time) is true."""
         if self.is_language_model:
             return np.where(where, (self.x + 1) % self.layer.config.vocab_size, self.x)
@@ -91,12 +91,12 @@ class Subject:
         else:
             assert (actual == expected).all(), f"{what}: changed"
 
-    def rows(self, indices: Sequence[int], state):
+    def state_rows(self, indices: Sequence[int], state):
         """Some rows of a batched state."""
         axes = state_batch_axes(self.layer)
         return jax.tree.map(lambda s, axis: np.take(s, indices, axis), state, axes)
 
-    def by_direction(self, forward, backward):
+    def joined_by_direction(self, forward, backward):
         """A state made of one state's forward parts and another's backward parts."""
         if self.case.causal:
             return forward

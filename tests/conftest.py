@@ -1,11 +1,14 @@
 """Fixtures that all tests share."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import jax
 import pytest
 
 from train.__main__ import main
+from train.mesh import MeshConfig, provide_devices
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +24,21 @@ def x64():
     """Enables float64."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def on_eight_devices():
+    """Calls a function of a test's module in a process with eight devices and float64.
+
+    JAX cannot change the number of its devices once it has started, so all tests share a process.
+    """
+    eight = (MeshConfig(data=8),)
+    with ProcessPoolExecutor(1, get_context("spawn"), provide_devices, eight) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_PLATFORMS", "cpu")
+            patch.setenv("JAX_ENABLE_X64", "1")
+            pool.submit(jax.device_count).result()
+        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 @pytest.fixture

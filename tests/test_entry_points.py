@@ -1,6 +1,7 @@
 """Packages of other authors that are broken, or that use a name that is taken."""
 
 import importlib
+import runpy
 import sys
 from collections import defaultdict
 
@@ -12,13 +13,13 @@ import parity_tests.registry
 import parity_tests.report.command as parity_command
 import train.__main__ as train_command
 import train.config
-import twinscan.__main__ as twinscan_command
 from jax_models import HawkLanguageModelConfig, entry_points, load_pretrained
 from jax_models.entry_points import by_name
 from jax_models.models import architecture
 from train.config import PRESETS, declared_presets, from_fields, to_fields
 from train.run import CONFIG, Run, _write
 from train.vocabulary import Characters
+from twinscan import interrupted
 from twinscan.command_line import CommandLineError
 
 find_architectures = architecture._all_architectures.__wrapped__
@@ -130,18 +131,28 @@ CASES = hawk.CASES[:1]
         importlib.reload(parity_tests.registry)
 
 
-def test_two_definitions_of_a_name_are_a_one_line_error(monkeypatch, capsys):
-    def fail(module):
+@pytest.mark.parametrize(
+    ("module", "arg", "prog"),
+    [
+        ("twinscan", "evaluate", "twinscan evaluate"),
+        ("train", "--help", "python -m train"),
+        ("train.generate", "--help", "python -m train.generate"),
+        ("tpu_compile", "--help", "python -m tpu_compile"),
+    ],
+)
+def test_two_definitions_of_a_name_are_a_one_line_error(module, arg, prog, monkeypatch, capsys):
+    def fail(_):
         raise ValueError("preset hawk: expected one definition")
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    monkeypatch.setattr(sys, "argv", ["twinscan", "evaluate"])
-    monkeypatch.setattr(twinscan_command, "exit_at_once", lambda _: None)
+    monkeypatch.setattr(sys, "argv", [module, arg])
+    monkeypatch.setattr(interrupted, "exit_at_once", lambda _: None)
+    name = module if "." in module else f"{module}.__main__"
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as stop:
-        twinscan_command.main()
+        runpy.run_module(name, run_name="__main__")
     assert stop.value.code == 2
-    error = "twinscan: error: preset hawk: expected one definition\n"
-    assert capsys.readouterr().err == error
+    assert capsys.readouterr().err == f"{prog}: error: preset hawk: expected one definition\n"
 
 
 def test_a_preset_of_one_name_is_an_error(monkeypatch):

@@ -5,6 +5,7 @@ The public names are those that the modules below list in their `__all__`.
 
 from torch_ref.layers.attention import *
 from torch_ref.layers.bidirectional import *
+from torch_ref.layers.conv import *
 from torch_ref.layers.gated_delta_net import *
 from torch_ref.layers.griffin import *
 from torch_ref.layers.gru import *
@@ -12,12 +13,17 @@ from torch_ref.layers.hawk import *
 from torch_ref.layers.hippogriff import *
 from torch_ref.layers.hyena import *
 from torch_ref.layers.hyena_dna import *
+from torch_ref.layers.hyena_dna_filter import *
 from torch_ref.layers.hyena_filter import *
 from torch_ref.layers.hyper_lstm import *
 from torch_ref.layers.layer_norm_lstm import *
+from torch_ref.layers.local_attention import *
 from torch_ref.layers.lstm import *
 from torch_ref.layers.min_rnn import *
+from torch_ref.layers.mlp import *
+from torch_ref.layers.norm import *
 from torch_ref.layers.reversed import *
+from torch_ref.layers.rg_lru import *
 from torch_ref.layers.rnn import *
 from torch_ref.layers.rwkv import *
 from torch_ref.layers.rwkv6 import *

@@ -1,9 +1,13 @@
 """`python -m tpu_compile`: compiles the layers for TPUs and checks the compiled programs."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("tpu_compile.__main__")
+
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -18,15 +22,15 @@ from rich.table import Table
 
 from parity_tests.registry import CASES
 from tpu_compile import libtpu
-from tpu_compile.outcome import Outcome, compile_program, counts
+from tpu_compile.outcome import Outcome, compile_program, counts_as_text
 from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from tpu_compile.sharded import sharded_programs
 from train.config import PRESETS
-from twinscan.command_line import CommandLineError, parse, run_command
+from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
-SHAPES = ("1x1", "2x4", "16x16")
+SHAPES = ("1x1", "16x16")
 SCHEMA = 1
 """The version of the JSON; `docs/tpu-compile.md` describes it."""
 
@@ -36,7 +40,7 @@ class Arguments:
     """Compile every layer, kernel and a training step for TPUs, with products in full float32.
 
     Needs no TPU. A layer is compiled twice: its forward pass, and the gradients of its weights. The
-    training step of the preset is compiled for 1, 8 and 256 chips, that of a model with a billion
+    training step of the preset is compiled for one chip and for 256, that of a model with a billion
     parameters for 256, and that on a million tokens for 16.
     """
 
@@ -60,13 +64,13 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         return not parts or any(part.lower() in name.lower() for part in parts)
 
     for chip in arguments.chip or CHIPS:
-        one, *several = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
+        one, many = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
         for name, case in CASES.items():
             if asked_for(name) and "tpu" in case.platforms:
                 yield from layer_programs(case, one)
         yield from (kernel for kernel in kernel_programs(one) if asked_for(kernel.name))
         if asked_for(f"train step of {arguments.preset}"):
-            for topology in (one, *several):
+            for topology in (one, many):
                 yield train_step(arguments.preset, arguments.rows, topology)
     if not arguments.chip or "v5e" in arguments.chip:
         yield from (each for each in sharded_programs(libtpu.topology) if asked_for(each.name))
@@ -96,8 +100,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             number(outcome.code_bytes, 2**10),
             number(outcome.peak_bytes, 2**10),
             number(outcome.flops, 1e3),
-            counts(outcome.collectives),
-            counts(outcome.precisions),
+            counts_as_text(outcome.collectives),
+            counts_as_text(outcome.precisions),
             "[red]FAIL" if outcome.faults else "[green]pass",
         )
     return result
@@ -141,7 +145,3 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 1 if any(outcome.faults for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    run_command(main, sys.argv[1:], PROG)

@@ -96,26 +96,26 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         return ()
     if listed := re.match(r"\{(.*?)\}(?!,\{)", named[1]):
         return tuple(map(_integers, re.findall(r"[\d,]*\d", listed[1])))
-    if counted := re.match(rf"\[([\d,]+)\]<={ORDER}", named[1]):
-        chips = _ordered(counted[2], counted[3]).reshape(_integers(counted[1]))
+    if counted := re.match(rf"\[([\d,]+)\]<={CHIP_ORDER}", named[1]):
+        chips = _chip_order(counted[2], counted[3]).reshape(_integers(counted[1]))
         return tuple(map(tuple, chips.tolist()))
-    mesh = re.match(rf"mesh\[([^]]*)\](?:, device_ids=\({ORDER}\))? {{(['\w,]+)}}", named[1])
+    mesh = re.match(rf"mesh\[([^]]*)\](?:, device_ids=\({CHIP_ORDER}\))? {{(['\w,]+)}}", named[1])
     if not mesh:
         raise ValueError(f"hlo: expected the groups of a collective, got {named[1][:100]}")
     sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", mesh[1])}
     box = [*sizes.values()]
     along = [i for i, name in enumerate(sizes) if name in mesh[4].split(",")]
     others = [i for i in range(len(box)) if i not in along]
-    chips = _ordered(mesh[2] or str(math.prod(box)), mesh[3]).reshape(box)
+    chips = _chip_order(mesh[2] or str(math.prod(box)), mesh[3]).reshape(box)
     chips = chips.transpose(*others, *along).reshape(-1, math.prod(box[i] for i in along))
     return tuple(map(tuple, chips.tolist()))
 
 
-ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+CHIP_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 """Matches `[4,2]T(1,0)`: the chips, counted in a (4, 2) array that is then transposed."""
 
 
-def _ordered(box: str, order: str | None) -> np.ndarray:
+def _chip_order(box: str, order: str | None) -> np.ndarray:
     shape = _integers(box)
     chips = np.arange(math.prod(shape)).reshape(shape)
     return chips.transpose(_integers(order)) if order else chips
@@ -137,10 +137,10 @@ def precisions(hlo: str) -> Counter[str]:
     """The number of products (dot, convolution) with each `operand_precision`."""
     products = re.findall(r"[ )](?:dot|convolution)\(.*", hlo)
     found = (re.search(r"operand_precision=\{([\w,]+)\}", product) for product in products)
-    return Counter(_both(match[1]) if match else "default" for match in found)
+    return Counter(_joined_precision(match[1]) if match else "default" for match in found)
 
 
-def _both(operands: str) -> str:
+def _joined_precision(operands: str) -> str:
     """Joins the precisions of both operands; `highest,highest` becomes `highest`."""
     return "/".join(dict.fromkeys(operands.split(",")))
 

@@ -61,7 +61,7 @@ def compile_program(program: Program) -> Outcome:
         start = time.perf_counter()
         compiled: Any = lowered.compile()
     except Exception as error:  # must not stop the other programs
-        return Outcome(program, (reason(error),))
+        return Outcome(program, (one_line_reason(error),))
     seconds = time.perf_counter() - start
     # Compare the collectives with those that the program should need.
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
@@ -93,16 +93,17 @@ def hlo_faults(hlo: str, expected: Mapping[str, int]) -> Iterator[str]:
     """The differences between a compiled program and its expected collectives and precision."""
     found, outside = collectives(hlo), collectives(entry(hlo))
     if found != expected:
-        yield f"expected {counts(expected)}, got {counts(found)}"
+        yield f"expected {counts_as_text(expected)}, got {counts_as_text(found)}"
     if repeated := found - outside:
-        yield f"{counts(repeated)} in a loop or a branch"
+        yield f"{counts_as_text(repeated)} in a loop or a branch"
     of_precision = precisions(hlo)
     total = of_precision.total()
     if coarser := total - of_precision["highest"]:
-        yield f"{coarser} of {total} products are coarser than float32: {counts(of_precision)}"
+        found_precisions = counts_as_text(of_precision)
+        yield f"{coarser} of {total} products are coarser than float32: {found_precisions}"
 
 
-def reason(error: Exception) -> str:
+def one_line_reason(error: Exception) -> str:
     """An error in one line, with both sizes in GiB if the program does not fit the chip."""
     if memory := memory_needed(str(error)):
         needed, available = memory
@@ -111,6 +112,6 @@ def reason(error: Exception) -> str:
     return f"does not compile: {type(error).__name__}: {first}"
 
 
-def counts(number: Mapping[str, int]) -> str:
+def counts_as_text(number: Mapping[str, int]) -> str:
     """Numbers as text: `all-reduce 1, all-to-all 2`."""
     return ", ".join(f"{name} {n}" for name, n in number.items()) or "none"

@@ -16,13 +16,13 @@ from tpu_compile.hlo import Array, Collective
 from tpu_compile.libtpu import Topology
 from tpu_compile.programs import Program, lower_train_step
 from train.config import TrainConfig
-from train.digest import by_path
+from train.digest import leaves_by_path
 from train.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
 from train.optimizer import OptimizerConfig
 from train.run import build_trainer
 from train.step import Trainer
 
-LARGE = TrainConfig(
+LARGE_MODEL = TrainConfig(
     model=HawkLanguageModelConfig(
         vocab_size=32_000,
         features=2048,
@@ -38,7 +38,7 @@ LARGE = TrainConfig(
     dtype="bfloat16",
 )
 """1.07 billion parameters on 256 chips. No array of a batch has the sizes of a parameter."""
-LONG = TrainConfig(
+LONG_SEQUENCES = TrainConfig(
     model=HawkLanguageModelConfig(
         features=1024, num_layers=12, mlp_features=3072, remat="full", scan_layers=True
     ),
@@ -56,8 +56,8 @@ PADDING = 0.01
 def sharded_programs(topology: Callable[[str], Topology]) -> Iterator[Program]:
     """Both training steps, each for the chips that it needs."""
     for name, chips, config, faults in (
-        ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE, parameter_faults),
-        ("Hawk on a million tokens", "v5e:4x4", LONG, time_faults),
+        ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE_MODEL, parameter_faults),
+        ("Hawk on a million tokens", "v5e:4x4", LONG_SEQUENCES, time_faults),
     ):
         mesh, devices = config.mesh, topology(chips).chips
         yield Program(
@@ -80,15 +80,15 @@ def parameter_faults(
     """
     # No array that is exchanged over `model` may have the size of a parameter.
     trainer = build_trainer(config, devices=chips, abstract=True)
-    whole = _whole_over_model(trainer)
+    whole = _paths_by_size(trainer)
     for each in found:
         for array in each.results if MODEL in _axes(each, trainer) else ():
             if path := whole.get(_sizes(array.shape)):
                 yield f"{each.kind} of {_described(array)} over model, the size of {path}"
     yield from _gradient_faults(trainer, found)
     parts = _size_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
-    gathered = _numbers(_over_batch(trainer, found, "all-gather"))
-    if not _near(gathered, parts):
+    gathered = _count_numbers(_along_batch_axes(trainer, found, "all-gather"))
+    if not _is_near(gathered, parts):
         yield f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts:,}"
 
 
@@ -118,20 +118,20 @@ REDUCING = ("all-reduce", "reduce-scatter")
 
 
 def _gradient_faults(trainer: Trainer, found: Sequence[Collective]) -> Iterator[str]:
-    reduced = _numbers(_over_batch(trainer, found, *REDUCING))
+    reduced = _count_numbers(_along_batch_axes(trainer, found, *REDUCING))
     gradients = _size_on_chip(trainer, lambda _: True)
-    if not _near(reduced, gradients):
+    if not _is_near(reduced, gradients):
         yield f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients:,}"
 
 
-def _whole_over_model(trainer: Trainer) -> dict[tuple[int, ...], str]:
+def _paths_by_size(trainer: Trainer) -> dict[tuple[int, ...], str]:
     """The paths of the matrices that `model` divides, by the sizes of the undivided matrices.
 
     A size is also listed for the part on a chip along the batch axes, and for the matrices of all
     equal layers stacked in one array.
     """
     found, parts = {}, math.prod(trainer.mesh.shape[axis] for axis in BATCH_AXES)
-    params = by_path(trainer.initial_params)
+    params = leaves_by_path(trainer.initial_params)
     alike = Counter(re.sub(r"\d+", "", path) for path in params)
     for path, param in params.items():
         spec, shape = trainer.specs[path], [*param.shape]
@@ -157,7 +157,9 @@ def _axes(collective: Collective, trainer: Trainer) -> set[str]:
     }
 
 
-def _over_batch(trainer: Trainer, found: Sequence[Collective], *kinds: str) -> Iterator[Collective]:
+def _along_batch_axes(
+    trainer: Trainer, found: Sequence[Collective], *kinds: str
+) -> Iterator[Collective]:
     """The collectives of these kinds that exchange only along the batch axes."""
     for each in found:
         axes = _axes(each, trainer)
@@ -165,7 +167,7 @@ def _over_batch(trainer: Trainer, found: Sequence[Collective], *kinds: str) -> I
             yield each
 
 
-def _numbers(collectives: Iterable[Collective]) -> int:
+def _count_numbers(collectives: Iterable[Collective]) -> int:
     return sum(math.prod(array.shape) for each in collectives for array in each.results)
 
 
@@ -174,12 +176,12 @@ def _size_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> int:
     model = trainer.mesh.shape[MODEL]
     return sum(
         param.size // (model if MODEL in trainer.specs[path] else 1)
-        for path, param in by_path(trainer.initial_params).items()
+        for path, param in leaves_by_path(trainer.initial_params).items()
         if counts(trainer.specs[path])
     )
 
 
-def _near(number: int, expected: int) -> bool:
+def _is_near(number: int, expected: int) -> bool:
     return abs(number - expected) <= PADDING * expected
 
 

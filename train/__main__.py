@@ -4,13 +4,15 @@ if __name__ == "__main__":
     from twinscan.interrupted import exit_at_once
 
     exit_at_once("python -m train")
+    from twinscan.command_line import run_module
+
+    run_module("train.__main__")
 
 import contextlib
 import dataclasses
 import itertools
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -20,13 +22,13 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from jax_models import LanguageModel, __version__, generate, tune_allocator
+from jax_models import LanguageModel, __version__, generate
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
-from train.hosts import HostsConfig, agree, by_each, by_first, is_first, join
-from train.initial import initialize, is_run, model_of
+from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
+from train.initial import initialize, is_run, model_config_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
@@ -37,7 +39,7 @@ from train.step import Trainer
 from train.text import Text
 from train.vocabulary import NAMES, Vocabulary, first_token
 from train.windows import Windows, split
-from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
+from twinscan.command_line import CommandLineError, command_line_of, parse, parse_known
 
 PROG = "python -m train"
 DEFAULT_PRESET = "all-work"
@@ -71,7 +73,7 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class EarlyArguments:
     """The arguments that determine the defaults of the others."""
 
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
@@ -100,7 +102,7 @@ RESUME_MAY_CHANGE = {
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
     """Parses the command line, with the defaults of a preset or of an earlier run."""
     try:
-        start = parse_known(Start, args, prog=prog)
+        start = parse_known(EarlyArguments, args, prog=prog)
     except CommandLineError as error:
         broken = broken_packages(ENTRY_POINTS) if "--preset" in str(error) else ""
         raise CommandLineError(f"{error}{broken}") from None
@@ -126,7 +128,7 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
     return arguments
 
 
-def config_to_start_from(start: Start) -> TrainConfig:
+def config_to_start_from(start: EarlyArguments) -> TrainConfig:
     """The config that gives all options their defaults.
 
     It is that of the run to resume, or else that of the preset. A run given as --init provides the
@@ -145,15 +147,15 @@ def config_to_start_from(start: Start) -> TrainConfig:
                 f"--preset: does not fit the model of {start.init}: {error}"
             ) from None
     elif start.init is not None and start.preset is None:
-        config = of_checkpoint(config, start.init)
+        config = config_of_checkpoint(config, start.init)
     if start.num_steps is not None:  # replaces the epochs
         config = dataclasses.replace(config, num_epochs=None)
     return config
 
 
-def of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
+def config_of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
     """The config with the model and the vocabulary of a checkpoint, if they can be determined."""
-    if (model := model_of(path)) is not None:
+    if (model := model_config_of(path)) is not None:
         config = dataclasses.replace(config, model=model)
     tokenizer = tokenizer_of(config.model, path)
     return config if tokenizer is None else dataclasses.replace(config, tokenizer=tokenizer)
@@ -188,7 +190,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule()
     print(describe_errors(model, weights))
     print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n")
-    line = f"{command('twinscan')} generate --run {shlex.quote(str(run.folder))}"
+    line = f"{command_line_of('twinscan')} generate --run {shlex.quote(str(run.folder))}"
     print(f"generate more text: {line}")
     run.log({"step": run.config.num_steps, "finished": True})
 
@@ -208,7 +210,7 @@ def config_of_new_run(
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
+def change_config(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     """Gives the run another config to continue with, and prints the changes in one line.
 
     Raises:
@@ -242,7 +244,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     run.write()
 
 
-def absolute(tokenizer: str) -> str:
+def absolute_tokenizer(tokenizer: str) -> str:
     """The tokenizer, with an absolute path if it is a file."""
     return tokenizer if tokenizer in NAMES else str(Path(tokenizer).absolute())
 
@@ -281,7 +283,7 @@ def make_plan(arguments: Arguments) -> Plan:
         config,
         text=tuple(path.absolute() for path in config.text),
         init=config.init and config.init.absolute(),
-        tokenizer=absolute(config.tokenizer),
+        tokenizer=absolute_tokenizer(config.tokenizer),
     )
     # Fill in the options that depend on the text or on the length of the run, and the folder.
     preset = PRESETS[arguments.preset or DEFAULT_PRESET]
@@ -304,7 +306,7 @@ def with_short_warmup(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def build_planned(plan: Plan) -> Trainer:
+def build_trainer_of_plan(plan: Plan) -> Trainer:
     """Builds the trainer of a plan. A run without checkpoints starts from the weights of --init."""
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)
@@ -313,7 +315,7 @@ def build_planned(plan: Plan) -> Trainer:
     return trainer
 
 
-def begin(plan: Plan, arguments: Arguments) -> None:
+def prepare_run(plan: Plan, arguments: Arguments) -> None:
     """Creates the run of a plan in its folder, or prepares the run in the folder to continue.
 
     Raises:
@@ -333,7 +335,7 @@ def begin(plan: Plan, arguments: Arguments) -> None:
                 "continues with this one, --out starts a new run)"
             )
         run.text_digest = plan.text_digest
-    change(run, plan.config, is_resumed=arguments.resume is not None)
+    change_config(run, plan.config, is_resumed=arguments.resume is not None)
     if run.vocabulary != plan.vocabulary:
         raise CommandLineError(
             f"--tokenizer: the run in {folder} has another vocabulary (use --resume to continue it)"
@@ -352,19 +354,19 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         provide_devices(arguments.config.mesh)
     join(arguments.hosts)
     # All processes must agree before any of them writes.
-    plan = by_each(lambda: make_plan(arguments))
+    plan = run_on_all(lambda: make_plan(arguments))
     config = plan.config
     fields = json.dumps(to_fields(config))
-    agree({"version": __version__, "config": fields, "text": plan.text_digest})
-    trainer = by_each(lambda: build_planned(plan))
+    check_agreement({"version": __version__, "config": fields, "text": plan.text_digest})
+    trainer = run_on_all(lambda: build_trainer_of_plan(plan))
     with contextlib.ExitStack() as stack:
         # Only the first process locks and writes the folder; the others open it afterwards.
         def enter() -> None:
             stack.enter_context(locked(plan.folder))
-            begin(plan, arguments)
+            prepare_run(plan, arguments)
 
-        by_first(enter)
-        run = by_each(lambda: Run.open(plan.folder))
+        run_on_first(enter)
+        run = run_on_all(lambda: Run.open(plan.folder))
         console = Console(quiet=not is_first(), emoji=False, highlight=False, markup=False)
         if run.is_finished:
             line = f"{run.folder}: the run has finished its {config.num_steps} steps"
@@ -384,11 +386,6 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
                 f"{jax.device_count()} devices; {unused} devices are not used"
             )
         state = train(run, trainer, plan.parts, console)
-        params = trainer.whole(state.averaged_params)
+        params = trainer.gather(state.averaged_params)
         if is_first():
             report(run, trainer.model(params), console)
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def accumulated(
+def accumulate_gradients(
     value_and_grad: Callable[..., tuple[Float[Array, ""], Any]],
 ) -> Callable[..., tuple[Float[Array, ""], Any]]:
     """Computes the loss and its gradient part by part, and returns their means over the parts.

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.digest import as_text, bytes_digest, described, digests
+from train.digest import bytes_digest, digests, dtypes_and_shapes, hex_digits
 from train.files import file_digest
-from train.hosts import by_first, gather_all, is_first
+from train.hosts import gather_all, is_first, run_on_first
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
 
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 STATE = "state"
 PARTIAL = ".partial"
 """The suffix of a checkpoint that is being written or removed."""
-NEWEST = 2
+NUM_NEWEST = 2
 """The number of newest checkpoints that are kept, besides the best one."""
 SPACE_BESIDE_ARRAYS = 2**20
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -64,7 +64,7 @@ class Checkpoints:
         It is created on first use, because it starts JAX's devices, and their number must be set
         before that.
         """
-        sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
+        sys.unraisablehook = functools.partial(_ignore_late_errors, sys.unraisablehook)
         return ocp.StandardCheckpointer()
 
     @property
@@ -104,7 +104,7 @@ class Checkpoints:
             "step": step,
             "loss": loss,
             "unlogged": [*unlogged],
-            "arrays": described(state),
+            "arrays": dtypes_and_shapes(state),
         }
         of_arrays = digests(state)
         partial = self.folder / f"{step}{PARTIAL}"
@@ -115,13 +115,13 @@ class Checkpoints:
                 partial.mkdir()
                 _check_space(partial, sum(x.nbytes for x in jax.tree.leaves(state)))
             except OSError as error:
-                raise self._unwritten(step, error) from None
+                raise self._write_error(step, error) from None
 
-        by_first(begin)
+        run_on_first(begin)
         try:
             self._orbax.save(partial / STATE, state)
         except (OSError, ValueError) as error:
-            raise self._unwritten(step, error) from None
+            raise self._write_error(step, error) from None
         self._writing = self._thread.submit(self._finish, manifest, of_arrays)
 
     def restore(self, *likes: Any) -> Any:
@@ -140,7 +140,7 @@ class Checkpoints:
             if not gather_all([bool(fault)]).any():
                 return state
             self._manifests.pop(step, None)
-            if self._is_there(step):
+            if self._exists(step):
                 self.damaged[step] = fault or "another process cannot read it"
         raise FileNotFoundError("no intact checkpoint")
 
@@ -182,19 +182,21 @@ class Checkpoints:
         try:
             self._orbax.wait_until_finished()
             if is_first():
-                manifest["digests"] = {path: as_text(digest) for path, digest in of_arrays.items()}
+                manifest["digests"] = {
+                    path: hex_digits(digest) for path, digest in of_arrays.items()
+                }
                 manifest["files"] = _file_digests(partial / STATE)
                 _write_manifest(partial / MANIFEST, manifest)
                 partial.rename(self.folder / str(step))
                 to_disk(self.folder)
         except (OSError, ValueError) as error:
-            raise self._unwritten(step, error) from None
+            raise self._write_error(step, error) from None
         self._manifests[step] = manifest
         self.damaged.pop(step, None)
         if is_first():
             self._prune()
 
-    def _unwritten(self, step: int, error: Exception) -> CommandLineError:
+    def _write_error(self, step: int, error: Exception) -> CommandLineError:
         known = (reason for reason in map(os.strerror, DISK_FAULTS) if reason in str(error))
         reason = next(known, str(error).strip().splitlines()[0])
         return CommandLineError(
@@ -206,14 +208,14 @@ class Checkpoints:
         losses = {step: self._manifests[step]["loss"] for step in intact}
         evaluated = [step for step in intact if losses[step] is not None]
         best = sorted(evaluated, key=losses.__getitem__)[:1]
-        for step in {*self.steps} - {*best, *intact[-NEWEST:]}:
+        for step in {*self.steps} - {*best, *intact[-NUM_NEWEST:]}:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
         """Removes the name of a checkpoint, then its files."""
         partial = self.folder / f"{step}{PARTIAL}"
         _erase(partial)
-        if self._is_there(step):
+        if self._exists(step):
             (self.folder / str(step)).rename(partial)
             _erase(partial)
         self._manifests.pop(step, None)
@@ -228,30 +230,30 @@ class Checkpoints:
                 _compare(_file_digests(folder / STATE), manifest["files"])
                 self._manifests[step] = manifest
             except DamagedError as fault:
-                if self._is_there(step):
+                if self._exists(step):
                     self.damaged[step] = str(fault)
         return step in self._manifests
 
-    def _is_there(self, step: int) -> bool:
+    def _exists(self, step: int) -> bool:
         return os.path.lexists(self.folder / str(step))
 
     def _read(self, step: int, likes: Sequence[Any]) -> Any:
         if not self._is_intact(step):
             raise DamagedError(self.damaged.get(step, "it is not there"))
         manifest = self._manifests[step]
-        fitting = (like for like in likes if described(like) == manifest["arrays"])
+        fitting = (like for like in likes if dtypes_and_shapes(like) == manifest["arrays"])
         like = next(fitting, likes[0])
-        _compare(manifest["arrays"], described(like))
+        _compare(manifest["arrays"], dtypes_and_shapes(like))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
             state = self._orbax.restore(self.folder / str(step) / STATE, abstract)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise DamagedError(str(error).strip().splitlines()[0]) from None
-        _compare({path: as_text(x) for path, x in digests(state).items()}, manifest["digests"])
+        _compare({path: hex_digits(x) for path, x in digests(state).items()}, manifest["digests"])
         return state
 
 
-def _unless_late(hook: Callable[[Any], object], fault: Any) -> None:
+def _ignore_late_errors(hook: Callable[[Any], object], fault: Any) -> None:
     """Passes an unraisable exception to the hook, unless orbax has already raised its cause.
 
     On a full disk, orbax raises the error of one array and closes its event loop. The writes of the

@@ -110,7 +110,7 @@ class TrainConfig(CheckedFields):
         return dataclasses.replace(self, num_steps=num_steps, num_epochs=None)
 
 
-def changed(config: Any, options: Mapping[str, Any]) -> Any:
+def with_options(config: Any, options: Mapping[str, Any]) -> Any:
     """The config with other values for some fields, named as on the command line.
 
     Raises:
@@ -120,7 +120,7 @@ def changed(config: Any, options: Mapping[str, Any]) -> Any:
     for name, value in options.items():
         outer, _, inner = name.partition(".")
         if inner:
-            value = changed(getattr(config, outer), {inner: value})
+            value = with_options(getattr(config, outer), {inner: value})
         config = dataclasses.replace(config, **{outer: value})
     return config
 
@@ -191,7 +191,7 @@ def declared_presets() -> Iterator[tuple[str, TrainConfig, str]]:
                         f"preset {name}: expected a recipe of {expected}, got {preset.recipe}"
                     )
                 options = {**RECIPES[preset.recipe], **preset.options}
-                presets[name] = changed(TrainConfig(preset.model), options)
+                presets[name] = with_options(TrainConfig(preset.model), options)
         for name, preset in presets.items():
             yield name, preset, f"{config.__module__}.{config.__qualname__}"
 

@@ -1,9 +1,13 @@
 """`python -m train.convert`: a checkpoint in the layout of another package."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("train.convert")
+
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +15,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from jax_models import load_pretrained, tune_allocator
+from jax_models import load_pretrained
 from jax_models.options import CheckedFields
 from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_object
 from jax_models.weights.stored import StoredArray
 from jax_models.weights.transfer import stored_weights
 from train.files import whole
 from train.pretrained import faults_of_checkpoint
-from twinscan.command_line import CommandLineError, parse, run_command
+from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m train.convert"
 MOST = 5 * 10**9
@@ -166,8 +170,3 @@ def torch_tensor(array: np.ndarray) -> Any:
 
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The names of dtypes in safetensors."""
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -12,15 +12,16 @@ from matplotlib.ticker import MaxNLocator
 from train.files import whole
 
 Records = Sequence[dict[str, Any]]
-LONG = 20
+LONG_RUN = 20
 """A run with a line of at least this many points counts as long."""
 
 
 def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     """Draws the losses over the steps as a PNG, which is written completely or not at all.
 
-    If a line has at least `LONG` points, the vertical axis fits the losses of the last nine tenths
-    of the steps and cuts off higher losses before them. The title is the name of the run's folder.
+    If a line has at least `LONG_RUN` points, the vertical axis fits the losses of the last nine
+    tenths of the steps and cuts off higher losses before them. The title is the name of the run's
+    folder.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -31,11 +32,11 @@ def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     }
     for label, points in lines.items():
         steps, losses = np.reshape(points, (-1, 2)).T
-        is_line = label == "training steps, mean" and len(steps) >= LONG
+        is_line = label == "training steps, mean" and len(steps) >= LONG_RUN
         marker = "" if is_line else "."
         axes.plot(steps, losses, marker=marker, linewidth=1, label=label)
     points = np.array([point for line in lines.values() for point in line])
-    if max(map(len, lines.values())) >= LONG:
+    if max(map(len, lines.values())) >= LONG_RUN:
         last = points[:, 0].max()
         late = points[points[:, 0] >= last / 10, 1]
         low, high = late.min(), np.quantile(late, 0.98)

@@ -28,27 +28,27 @@ def array_digest(x: Array) -> UInt32[Array, "2"]:
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, size in enumerate(bits.shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    mixed = (_mixed(bits ^ _mixed(place + jnp.uint32(salt))) for salt in SALTS)
+    mixed = (_mix(bits ^ _mix(place + jnp.uint32(salt))) for salt in SALTS)
     return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in mixed])
 
 
 def digests(tree: Any) -> dict[str, Array]:
     """The digest of each array of a tree, by its path, without waiting for the computation."""
-    return {path: array_digest(x) for path, x in by_path(tree).items()}
+    return {path: array_digest(x) for path, x in leaves_by_path(tree).items()}
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree, by their paths: `params.layers.0.kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-def described(tree: Any) -> dict[str, str]:
+def dtypes_and_shapes(tree: Any) -> dict[str, str]:
     """The dtype and the shape of each array of a tree, by its path: `float32[8, 3]`."""
-    return {path: f"{x.dtype}{[*x.shape]}" for path, x in by_path(tree).items()}
+    return {path: f"{x.dtype}{[*x.shape]}" for path, x in leaves_by_path(tree).items()}
 
 
-def as_text(digest: UInt32[Array, "2"]) -> str:
+def hex_digits(digest: UInt32[Array, "2"]) -> str:
     """Sixteen hexadecimal digits."""
     return "".join(f"{int(part):08x}" for part in np.asarray(digest))
 
@@ -61,7 +61,7 @@ def _bits(x: Array) -> UInt32[Array, "..."]:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
 
 
-def _mixed(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def _mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """The last step of MurmurHash3: a permutation of the 32-bit integers."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)

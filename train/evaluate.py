@@ -1,15 +1,18 @@
 """`python -m train.evaluate`: computes the loss of a run's model on a text."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("train.evaluate")
+
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from flax import nnx
 
-from jax_models import tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import Paths
 from train.mesh import no_mesh
@@ -17,7 +20,7 @@ from train.run import Run
 from train.step import Trainer
 from train.text import Text
 from train.windows import Windows, split
-from twinscan.command_line import parse, run_command
+from twinscan.command_line import parse
 
 PROG = "python -m train.evaluate"
 
@@ -63,7 +66,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
     config, vocabulary = run.config, run.vocabulary
-    trainer, params = run.restored()
+    trainer, params = run.restore_trainer()
     text = Text(arguments.text or config.text, config.separator)
     tokens = text.tokens(vocabulary, arguments.cache)
     for name, part in split(tokens, config.window, config.val_rows).items():
@@ -75,8 +78,3 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             f"mean probability {np.exp(-loss).mean(dtype=np.float64):.4f}, "
             f"over {loss.size:,} {vocabulary.unit}s"
         )
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

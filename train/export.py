@@ -1,8 +1,12 @@
 """`python -m train.export`: writes a run's weights for its torch twin and compares the two."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("train.export")
+
 import dataclasses
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +15,12 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
-from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
+from jax_models import LanguageModel, from_torch, to_torch
 from jax_models.options import checked_options
 from train.files import whole
 from train.mesh import no_mesh
 from train.run import Run
-from twinscan.command_line import CommandLineError, parse, run_command
+from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m train.export"
 
@@ -97,8 +101,3 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     export(model, path)
     print(f"wrote {path}")
     print(describe_errors(model, path))
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -14,7 +14,7 @@ BLOCK = 1 << 20
 
 
 @contextlib.contextmanager
-def faults_of(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
     """Turns an OSError into an error that names the path."""
     try:
         yield

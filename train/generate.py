@@ -1,14 +1,18 @@
 """`python -m train.generate`: continue a prompt with a run's model."""
 
+if __name__ == "__main__":
+    from twinscan.command_line import run_module
+
+    run_module("train.generate")
+
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jax_models import LanguageModel, stream, tune_allocator
+from jax_models import LanguageModel, stream
 from jax_models.options import CheckedFields
 from train.checks import NotNegative, Seed
 from train.mesh import no_mesh
@@ -16,7 +20,7 @@ from train.pretrained import Numbers, read_model, tokens_of
 from train.run import Run
 from train.tokens import Tokens
 from train.vocabulary import first_token
-from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
+from twinscan.command_line import CommandLineError, NonFiniteError, parse
 
 PROG = "python -m train.generate"
 
@@ -106,8 +110,3 @@ def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str, np.ndarra
         first = np.array([first_token(run.vocabulary)])
         return model, vocabulary, "".join(vocabulary.pieces(first)), first
     return model, vocabulary, prompt, vocabulary.encode(prompt, "--prompt")
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    run_command(main, sys.argv[1:], PROG)

@@ -68,7 +68,7 @@ def gather_all(numbers: list[int]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.int32)))
 
 
-def by_each(action: Callable[[], T]) -> T:
+def run_on_all(action: Callable[[], T]) -> T:
     """Runs an action in every process, and returns its result once all of them have succeeded.
 
     Raises:
@@ -89,12 +89,12 @@ def by_each(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def by_first(action: Callable[[], None]) -> None:
+def run_on_first(action: Callable[[], None]) -> None:
     """Runs an action in the first process, while the others wait."""
-    by_each(lambda: action() if is_first() else None)
+    run_on_all(lambda: action() if is_first() else None)
 
 
-def agree(values: Mapping[str, str]) -> None:
+def check_agreement(values: Mapping[str, str]) -> None:
     """Checks that the processes have the same values.
 
     Raises:

@@ -11,7 +11,7 @@ from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from jax_models.models.load import config_of
 from jax_models.weights.checkpoint import open_checkpoint
-from train.digest import described
+from train.digest import dtypes_and_shapes
 from train.pretrained import faults_of_checkpoint
 from train.run import VOCABULARY, Run
 from train.step import Trainer
@@ -30,7 +30,7 @@ def initialize(trainer: Trainer, path: Path) -> None:
     model = trainer.model(trainer.initial_params)
     if is_run(path):
         params = nnx.state(Run.open(path).model(), nnx.Param)
-        found, expected = described(params), described(trainer.initial_params)
+        found, expected = dtypes_and_shapes(params), dtypes_and_shapes(trainer.initial_params)
         differences = [
             f"{name.removesuffix('.value')}: expected {expected.get(name, 'none')}, "
             f"got {found.get(name, 'none')}"
@@ -54,7 +54,7 @@ def is_run(path: Path) -> bool:
     return (path / VOCABULARY).exists()
 
 
-def model_of(path: Path) -> LanguageModelConfig | None:
+def model_config_of(path: Path) -> LanguageModelConfig | None:
     """The config of a checkpoint's language model; None if the keys do not determine it.
 
     Raises:

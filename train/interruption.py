@@ -18,16 +18,16 @@ class Interruption:
 
     def __enter__(self) -> "Interruption":
         handles = threading.current_thread() is threading.main_thread()
-        self._before = {each: signal.getsignal(each) for each in SIGNALS if handles}
-        for each in self._before:
-            signal.signal(each, self._keep)
+        self._previous_handlers = {each: signal.getsignal(each) for each in SIGNALS if handles}
+        for each in self._previous_handlers:
+            signal.signal(each, self._keep_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
+        for each, handler in self._previous_handlers.items():
             signal.signal(each, handler)
 
-    def _keep(self, number: int, _: FrameType | None) -> None:
+    def _keep_signal(self, number: int, _: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)

@@ -77,7 +77,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
             chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one shape, one program
             tokens = trainer.put_windows(training.windows, np.stack(chunk))
             state, measures = trainer.steps(state, tokens, stop - step)
-            monitor.called(stop, time.perf_counter() - call_time)
+            monitor.show_progress(stop, time.perf_counter() - call_time)
             before, call = call, Call(step, stop, measures)
             # Log the call before this one while the device works.
             log_call(run, trainer, monitor, state, before)
@@ -114,7 +114,7 @@ def evaluate_and_save(
     if not np.isfinite([*losses.values()]).all() or not trainer.is_finite(state):
         raise not_finite(run, step, "the weights or their losses are")
     if losses:
-        monitor.evaluated(step, losses)
+        monitor.log_evaluation(step, losses)
     run.checkpoints.save(step, state, losses.get("val"), monitor.unlogged)
 
 

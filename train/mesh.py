@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_models.mesh_axes import VOCABULARY, declared_mesh_axes
 from jax_models.options import CheckedFields
-from train.digest import by_path
+from train.digest import leaves_by_path
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)
@@ -120,7 +120,9 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
     )
 
 
-def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool) -> dict[str, P]:
+def param_specs(
+    model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool
+) -> dict[str, P]:
     """The sharding of each parameter of a model, by its path.
 
     The mesh axis `model` divides the axes that the layers of the model declare as `mesh_axes`.
@@ -139,13 +141,13 @@ def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool)
             f"{mesh.shape[MODEL]}"
         )
     specs = {}
-    for path, param in by_path(nnx.state(model, nnx.Param)).items():
+    for path, param in leaves_by_path(nnx.state(model, nnx.Param)).items():
         name = path.removesuffix(".value")
-        specs[path] = place(name, param.shape, declared.get(name), mesh, fully_sharded)
+        specs[path] = param_spec(name, param.shape, declared.get(name), mesh, fully_sharded)
     return specs
 
 
-def place(
+def param_spec(
     path: str,
     shape: tuple[int, ...],
     declared: tuple[str, int] | None,
@@ -177,21 +179,21 @@ def place(
     return P(*spec)
 
 
-def only(spec: P, *axes: Any) -> P:
+def keep_axes(spec: P, *axes: Any) -> P:
     """The spec with only these axes of the mesh."""
     return P(*(axis if axis in axes else None for axis in spec))
 
 
-def in_layers(spec: P, mesh: Mesh) -> P:
+def layer_spec(spec: P, mesh: Mesh) -> P:
     """The sharding of a parameter when a layer reads it, inside a `shard_map` over the batch axes.
 
     If `model` divides parameters, the batch axes are gathered before the `shard_map`, because XLA
     would gather the axis `model`, too, if a layer gathered such a parameter itself.
     """
-    return spec if mesh.shape[MODEL] == 1 else only(spec, MODEL)
+    return spec if mesh.shape[MODEL] == 1 else keep_axes(spec, MODEL)
 
 
-class PlacedParam(nnx.Param):
+class ShardedParam(nnx.Param):
     """A sharded parameter inside a `shard_map` over the batch axes.
 
     If the batch axes divide the parameter, a device holds a part and gathers the whole when a layer
@@ -215,10 +217,10 @@ def gathered_axis(spec: P) -> int | None:
     return next((i for i, axis in enumerate(spec) if axis == BATCH_AXES), None)
 
 
-def placed(model: nnx.Module, specs: Mapping[str, P]) -> None:
-    """Replaces the parameters at these paths by `PlacedParam`s with these shardings."""
+def shard_params(model: nnx.Module, specs: Mapping[str, P]) -> None:
+    """Replaces the parameters at these paths by `ShardedParam`s with these shardings."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             spec = specs.get(".".join(map(str, (*path, name))), P())
             if isinstance(value, nnx.Param) and any(spec):
-                setattr(module, name, PlacedParam(value.get_raw_value(), spec=spec))
+                setattr(module, name, ShardedParam(value.get_raw_value(), spec=spec))

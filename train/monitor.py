@@ -20,7 +20,7 @@ from train.run import Run
 from train.step import Measures, Trainer
 from twinscan.command_line import CommandLineError
 
-PEAKS = {
+PEAK_FLOPS = {
     "TPU v4": (275e12, 275e12 / 6),
     "TPU v5 lite": (197e12, 197e12 / 6),
     "TPU v5e": (197e12, 197e12 / 6),
@@ -42,10 +42,10 @@ FIRST_DRAWING = 0.3
 """Assumed seconds for a drawing, until one has been timed."""
 
 
-def peak(kind: str, dtype: str) -> float | None:
+def peak_flops(kind: str, dtype: str) -> float | None:
     """The peak FLOP/s of a device, or None if unknown."""
-    known = [name for name in PEAKS if kind.startswith(name)]
-    return PEAKS[max(known, key=len)][dtype == "float32"] if known else None
+    known = [name for name in PEAK_FLOPS if kind.startswith(name)]
+    return PEAK_FLOPS[max(known, key=len)][dtype == "float32"] if known else None
 
 
 class Monitor:
@@ -67,7 +67,7 @@ class Monitor:
         config, devices = run.config, trainer.mesh.devices
         kind = devices.flat[0].device_kind
         num_params = sum(param.size for param in jax.tree.leaves(trainer.initial_params))
-        device_peak = peak(kind, config.dtype)
+        device_peak = peak_flops(kind, config.dtype)
         # Continue the counts of the process that the run was resumed from.
         self.skipped = {line["step"] for line in run.metrics("skipped") if line["step"] < step}
         """The steps that were not applied, because they were not finite."""
@@ -76,19 +76,19 @@ class Monitor:
         self._flops_per_token = 6 * num_params
         """The usual estimate, because XLA's own count includes the body of a loop only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
-        self._first, self._is_compiled = step, False
+        self._first_step, self._is_compiled = step, False
         self.unlogged = run.checkpoints.unlogged(step)
         """The losses since the last line, including those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
         """The gradient norm of the last applied step, and the time since the last line."""
         self._num_steps = 0
-        self._start = self._began = self._drawn = time.perf_counter()
-        self._last: float | None = None
+        self._start = self._training_start = self._last_drawing = time.perf_counter()
+        self._last_call_end: float | None = None
         """The end of the last recorded call; None after an evaluation."""
         self._drawing_seconds = FIRST_DRAWING
         self._writer = open_writer(run) if config.tensorboard else None
         # The first lines describe the run and name the columns.
-        before = run.devices_before
+        before = run.last_num_devices
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
         if before not in (None, devices.size):
@@ -115,24 +115,24 @@ class Monitor:
         if self._writer is not None:
             self._writer.close()
 
-    def called(self, step: int, seconds: float) -> None:
+    def show_progress(self, step: int, seconds: float) -> None:
         """Shows that the steps before this one were dispatched, in this number of seconds."""
         now = time.perf_counter()
         if not self._is_compiled:
             self._is_compiled = True
             self._run.log({"compile_seconds": round(seconds, 2)})
             self._print(f"compiled in {seconds:.1f} s")
-            self._began = self._last = now
-        if self._last is None:
-            self._last = now - seconds
+            self._training_start = self._last_call_end = now
+        if self._last_call_end is None:
+            self._last_call_end = now - seconds
         self._progress.update(self._bar, completed=step)
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
         """Waits for the steps of a call, logs them, and returns those that were not applied."""
         losses, norms = (np.asarray(each).tolist() for each in measures)
         now = time.perf_counter()
-        assert self._last is not None
-        seconds, self._last = (now - self._last) / (stop - start), now
+        assert self._last_call_end is not None
+        seconds, self._last_call_end = (now - self._last_call_end) / (stop - start), now
         config, skipped = self._run.config, []
         for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
             self._seconds += seconds
@@ -142,29 +142,29 @@ class Monitor:
                 self._gradient_norm = norm
             else:
                 skipped.append(step)
-                self._skip(step, loss, norm)
-            made = step + 1
-            is_due = made % config.log_every == 0 or made % config.eval_every == 0
-            if is_due or made == config.num_steps:
-                self._log_line(made)
+                self._log_skipped(step, loss, norm)
+            steps_done = step + 1
+            is_due = steps_done % config.log_every == 0 or steps_done % config.eval_every == 0
+            if is_due or steps_done == config.num_steps:
+                self._log_line(steps_done)
         return skipped
 
     def skipped_in_a_row(self, step: int) -> int:
         """The number of consecutive steps up to this one that were not applied."""
         return next(n for n in itertools.count() if step - n not in self.skipped)
 
-    def evaluated(self, step: int, losses: dict[str, float]) -> None:
+    def log_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Logs the losses of an evaluation, and redraws the curve if that costs little time."""
         now = time.perf_counter()
         self._log({"step": step, **losses, "seconds": round(now - self._start, 2)})
         self._print(f"{step:7d}  train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if DRAWING_SHARE * (now - self._drawn) > self._drawing_seconds:
+        if DRAWING_SHARE * (now - self._last_drawing) > self._drawing_seconds:
             self._run.draw_curve()
-            self._drawn = time.perf_counter()
-            self._drawing_seconds = self._drawn - now
-        self._last = None
+            self._last_drawing = time.perf_counter()
+            self._drawing_seconds = self._last_drawing - now
+        self._last_call_end = None
 
-    def _skip(self, step: int, loss: float, norm: float) -> None:
+    def _log_skipped(self, step: int, loss: float, norm: float) -> None:
         self.skipped.add(step)
         self._run.log({"step": step, "skipped": True, "rows": self._rows(step)})
         self._print(
@@ -180,14 +180,14 @@ class Monitor:
         self.unlogged, self._num_steps, self._seconds = [], 0, 0.0
         if not losses:
             return
-        elapsed = time.perf_counter() - self._began
+        elapsed, num_steps = time.perf_counter() - self._training_start, step - self._first_step
         line = {
             "step": step,
             "loss": fmean(losses),
             "learning_rate": float(self._schedule(step - len(self.skipped) - 1)),
             "gradient_norm": self._gradient_norm,
             "tokens_per_second": round(speed, 1),
-            "seconds_left": round(elapsed * (config.num_steps - step) / (step - self._first), 1),
+            "seconds_left": round(elapsed * (config.num_steps - step) / num_steps, 1),
         }
         utilization = ""
         if self._peak:

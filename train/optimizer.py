@@ -181,16 +181,18 @@ def averaging(
 
     def update(updates: Any, state: Any, params: Any = None):
         updates, optimizer_state = optimizer.update(updates, state.optimizer_state, params)
-        made = project(optax.apply_updates(params, updates))
+        new_params = project(optax.apply_updates(params, updates))
         num_steps = state.num_steps + 1
         weight = (1 - decay) / -jnp.expm1(num_steps * math.log(decay))
-        mean = jax.tree.map(lambda m, p: m + weight.astype(m.dtype) * (p - m), state.params, made)
+        mean = jax.tree.map(
+            lambda m, p: m + weight.astype(m.dtype) * (p - m), state.params, new_params
+        )
         return updates, AveragedState(optimizer_state, mean, num_steps)
 
     return optax.GradientTransformation(init, update)
 
 
-def forms(state: Any, params: Any) -> list[Any]:
+def state_layouts(state: Any, params: Any) -> list[Any]:
     """An optimizer's state in all four forms: with or without clipping and averaging."""
     average = state
     if not isinstance(state, AveragedState):
@@ -201,8 +203,8 @@ def forms(state: Any, params: Any) -> list[Any]:
     return [*chains, *(average._replace(optimizer_state=chain) for chain in chains)]
 
 
-def reformed(state: Any, params: Any, like: Any) -> Any:
+def convert_state(state: Any, params: Any, like: Any) -> Any:
     """An optimizer's state in the form of another's. A missing average starts anew."""
     structure = jax.tree.structure(like)
-    all_forms = [state, *forms(state, params)]
+    all_forms = [state, *state_layouts(state, params)]
     return next(form for form in all_forms if jax.tree.structure(form) == structure)

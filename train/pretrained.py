@@ -13,7 +13,7 @@ from jax_models.weights.checkpoint import json_object
 from train.published_vocabulary import PUBLISHED, World
 from train.tokens import Tokens, until_end
 from train.vocabulary import Subwords
-from twinscan.command_line import CommandLineError, in_one_line
+from twinscan.command_line import CommandLineError, error_in_one_line
 
 TOKENIZER = "tokenizer.json"
 OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
@@ -112,7 +112,7 @@ def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
         reason = f"{error.filename or path}: {error.strerror or error}"
         raise CommandLineError(f"{flag}{reason}") from None
     except (ImportError, TypeError, ValueError) as error:
-        raise CommandLineError(f"{flag}{path}: {in_one_line(error)}") from None
+        raise CommandLineError(f"{flag}{path}: {error_in_one_line(error)}") from None
 
 
 def _ends(folder: Path) -> list[int]:

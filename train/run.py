@@ -20,10 +20,10 @@ from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, UnknownModelError, from_fields, to_fields
 from train.digest import bytes_digest
-from train.files import faults_of, whole
+from train.files import errors_naming, whole
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
-from train.optimizer import build_optimizer, forms, reformed
+from train.optimizer import build_optimizer, convert_state, state_layouts
 from train.renamed import with_new_paths, with_old_paths
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary
@@ -36,9 +36,9 @@ Kind = Literal["evaluation", "training", "skipped", "finished"]
 CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
 CURVE = "curve.png"
 CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
-BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
+FILES_BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
 """The files of a run that has not begun: the config is written last."""
-SPECIAL = "*?[\\"
+GLOB_CHARACTERS = "*?[\\"
 """Characters that must not occur in a path, because orbax would lose the arrays."""
 
 
@@ -73,7 +73,7 @@ class Run:
             CommandLineError: the folder cannot be created or written.
 
         """
-        with faults_of(folder):
+        with errors_naming(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             run = cls(folder, config, vocabulary, text_digest, secrets.token_hex(8))
             run.write()
@@ -133,7 +133,7 @@ class Run:
         # A checkpoint may have another form of the optimizer's state, or paths of an older version.
         like = trainer.initial_state()
         likes = [like]
-        for form in forms(like.optimizer_state, like.params):
+        for form in state_layouts(like.optimizer_state, like.params):
             likes.append(like._replace(optimizer_state=form))
         earlier = [old for each in likes for old in with_old_paths(each)]
         try:
@@ -151,15 +151,15 @@ class Run:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
             print(f"{fault}; resuming from step {int(state.step)} instead", file=sys.stderr)
-        optimizer_state = reformed(state.optimizer_state, state.params, like.optimizer_state)
+        optimizer_state = convert_state(state.optimizer_state, state.params, like.optimizer_state)
         return state._replace(optimizer_state=optimizer_state)
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
-        trainer, params = self.restored()
+        trainer, params = self.restore_trainer()
         return trainer.model(params)
 
-    def restored(self) -> tuple[Trainer, nnx.State]:
+    def restore_trainer(self) -> tuple[Trainer, nnx.State]:
         """A trainer on one device, and the trained parameters."""
         config = dataclasses.replace(self.config, mesh=MeshConfig())
         trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
@@ -195,7 +195,7 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
     @property
-    def devices_before(self) -> int | None:
+    def last_num_devices(self) -> int | None:
         """The number of devices of the last process; None if there was none."""
         return next(
             (record["devices"] for record in reversed(self._records()) if "devices" in record), None
@@ -233,7 +233,7 @@ def locked(folder: Path) -> Iterator[None]:
     check_path(folder)
     check_content(folder)
     lock = filelock.FileLock(folder / LOCK)
-    with faults_of(folder):
+    with errors_naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
@@ -246,10 +246,10 @@ def locked(folder: Path) -> Iterator[None]:
 def check_path(folder: Path) -> None:
     """Raises an error if orbax cannot use the path."""
     path = str(folder.absolute())
-    if found := [character for character in SPECIAL if character in path]:
+    if found := [character for character in GLOB_CHARACTERS if character in path]:
         raise CommandLineError(
-            f"{folder}: run paths must not contain {', '.join(SPECIAL[:-1])} or {SPECIAL[-1]}, got "
-            f"{found[0]}"
+            f"{folder}: run paths must not contain {', '.join(GLOB_CHARACTERS[:-1])} or "
+            f"{GLOB_CHARACTERS[-1]}, got {found[0]}"
         )
     if path.encode(errors="ignore").decode() != path:
         raise CommandLineError(f"{folder}: expected a path in UTF-8")
@@ -259,9 +259,9 @@ def check_content(folder: Path) -> None:
     """Raises an error if the folder holds something other than a run."""
     if not folder.exists():
         return
-    with faults_of(folder):
+    with errors_naming(folder):
         names = {path.name for path in folder.iterdir()}
-        if CONFIG not in names and names - BEFORE_CONFIG:
+        if CONFIG not in names and names - FILES_BEFORE_CONFIG:
             raise CommandLineError(f"{folder}: the folder is not empty and holds no run")
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import Index, checked_options
-from train.accumulation import accumulated
+from train.accumulation import accumulate_gradients
 from train.checks import Seed
 from train.mesh import (
     BATCH_AXES,
@@ -24,10 +24,10 @@ from train.mesh import (
     MODEL,
     SEQUENCE,
     gathered_axis,
-    in_layers,
-    only,
-    placed,
-    places,
+    keep_axes,
+    layer_spec,
+    param_specs,
+    shard_params,
 )
 from train.optimizer import AveragedState, apply_gradient
 from train.windows import Windows
@@ -105,7 +105,7 @@ class Trainer:
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
-        self.specs = places(model, mesh, fully_sharded=fully_sharded)
+        self.specs = param_specs(model, mesh, fully_sharded=fully_sharded)
         # Inside `shard_map`, the layers see one device's part of a batch and of the parameters.
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
         if (count := mesh.shape[SEQUENCE]) > 1:
@@ -115,7 +115,9 @@ class Trainer:
                 raise NotImplementedError(
                     f"mesh.sequence: expected 1, got {count}: {error}"
                 ) from None
-        placed(view, {p.removesuffix(".value"): in_layers(s, mesh) for p, s in self.specs.items()})
+        shard_params(
+            view, {p.removesuffix(".value"): layer_spec(s, mesh) for p, s in self.specs.items()}
+        )
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)
         # Raise an error now, not in the first step, if the model cannot reset its state.
@@ -164,7 +166,7 @@ class Trainer:
 
         return jax.make_array_from_callback(shape, self.sharding(len(shape)), read)
 
-    def whole(self, params: nnx.State) -> nnx.State:
+    def gather(self, params: nnx.State) -> nnx.State:
         """The whole parameters on one device of this process."""
         everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere(params))
@@ -194,7 +196,7 @@ class Trainer:
 
         def mean_loss_and_gradient(params, step, inputs, targets):
             key = jax.random.fold_in(self.dropout_key, step)
-            loss_and_gradient = accumulated(jax.value_and_grad(loss_fn))
+            loss_and_gradient = accumulate_gradients(jax.value_and_grad(loss_fn))
             loss, gradient = loss_and_gradient(params, key, inputs, targets)
             return self._mean(loss), self._mean_gradient(gradient)
 
@@ -205,7 +207,7 @@ class Trainer:
             mean_loss_and_gradient,
             in_specs=(self._local_specs(), P(), of_batch, of_batch),
             out_specs=(P(), self._local_specs()),
-            **self._mapping(),
+            **self._shard_map_options(),
         )(state.params, state.step, parts[..., :-1], parts[..., 1:])
         # Update the parameters where they are stored, unless a number is not finite.
         gradient = jax.lax.with_sharding_constraint(gradient, self.shardings(state).params)
@@ -261,10 +263,10 @@ class Trainer:
             losses,
             in_specs=(self._local_specs(), P(None, *BATCH_AXES), P(None, *BATCH_AXES)),
             out_specs=P(None, *BATCH_AXES),
-            **self._mapping(),
+            **self._shard_map_options(),
         )(params, batches[..., :-1], batches[..., 1:])
 
-    def _mapping(self) -> dict[str, Any]:
+    def _shard_map_options(self) -> dict[str, Any]:
         """The options of `shard_map`: the batch axes are manual, and XLA handles `model`."""
         axes = {*self.mesh.axis_names} if self.mesh.shape[MODEL] == 1 else {*BATCH_AXES}
         # check_vma=False: the carry of a scan starts equal on all devices but does not stay equal
@@ -277,7 +279,7 @@ class Trainer:
 
     def _local_specs(self) -> nnx.State:
         """The shardings of the parameters over the batch axes, inside the `shard_map`."""
-        specs = (only(in_layers(spec, self.mesh), BATCH_AXES) for spec in self.specs.values())
+        specs = (keep_axes(layer_spec(spec, self.mesh), BATCH_AXES) for spec in self.specs.values())
         return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
 
     def _mean_gradient(self, gradient: nnx.State) -> nnx.State:

@@ -14,7 +14,7 @@ import filelock
 import numpy as np
 
 from train.digest import bytes_digest
-from train.files import blocks, faults_of, file_digest
+from train.files import blocks, errors_naming, file_digest
 from train.published_vocabulary import PUBLISHED
 from train.vocabulary import (
     BYTES,
@@ -32,7 +32,7 @@ from twinscan.files import to_disk
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The default text, small enough to learn by heart."""
-FORMAT = 1
+FORMAT_VERSION = 1
 """The version of the format of the token files, which is part of their names."""
 TOKENS, MANIFEST = "tokens", "manifest.json"
 LONGEST_LINE = 1 << 24
@@ -117,9 +117,11 @@ class Text:
             return vocabulary.encode(ALL_WORK, "--text")
         cache = cache or default_cache()
         kinds = [_is_json_lines(file) for file in self.files]
-        identity = json.dumps([FORMAT, self._digests, kinds, self.separator, to_text(vocabulary)])
+        identity = json.dumps(
+            [FORMAT_VERSION, self._digests, kinds, self.separator, to_text(vocabulary)]
+        )
         folder = cache / bytes_digest(identity.encode()).hexdigest()
-        with faults_of(cache):
+        with errors_naming(cache):
             cache.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(f"{folder}.lock"):
                 if not folder.exists() or _is_damaged(folder):
@@ -169,11 +171,11 @@ def default_cache() -> Path:
 
 def _files(path: Path) -> list[Path]:
     """The file, or all files in the folder except hidden ones, sorted."""
-    with faults_of(path):
+    with errors_naming(path):
         if not path.is_dir():
             return [path]
         found = []
-        for folder, folders, files in os.walk(path, onerror=_refuse):
+        for folder, folders, files in os.walk(path, onerror=_raise):
             folders[:] = [name for name in folders if name[0] != "."]
             found += [Path(folder, name) for name in files if name[0] != "."]
     if not found:
@@ -181,13 +183,13 @@ def _files(path: Path) -> list[Path]:
     return sorted(found)
 
 
-def _refuse(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     """Raises the error of an unreadable folder, which `os.walk` would ignore."""
     raise error
 
 
 def _checked_digest(file: Path) -> str:
-    with faults_of(file):
+    with errors_naming(file):
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
             raise CommandLineError(f"{file}: not a file")
@@ -205,7 +207,7 @@ def _decoded(file: Path) -> Iterator[str]:
     utf8 = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     place = 0
-    with faults_of(file):
+    with errors_naming(file):
         for block in _with_end(blocks(file)):
             begin = place - len(utf8.getstate()[0])
             try:
@@ -232,7 +234,7 @@ def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None
             if document or is_open:
                 yield None
             is_open = False
-        if cut := _cut(rest, len(rest) - len(separator or "")):
+        if cut := _cut_index(rest, len(rest) - len(separator or "")):
             yield rest[:cut]
             rest, is_open = rest[cut:], True
     if rest:
@@ -241,7 +243,7 @@ def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None
         yield None
 
 
-def _cut(text: str, end: int) -> int:
+def _cut_index(text: str, end: int) -> int:
     """The index after the last newline before `end` that has no whitespace next to it.
 
     Tokenizers divide the text there anyway. Without such a newline, the index is `end` if that is
@@ -257,7 +259,7 @@ def _cut(text: str, end: int) -> int:
 
 def _documents_of_lines(file: Path) -> Iterator[str | None]:
     """The "text" of each JSON object, one per line."""
-    with faults_of(file), file.open("rb") as lines:
+    with errors_naming(file), file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from jax_models.ops.checks import described
 from jax_models.options import CheckedFields, checked_options
-from train.files import faults_of
+from train.files import errors_naming
 from train.published_vocabulary import PUBLISHED, Nucleotides, World
 from train.tokens import until_end
 from twinscan.command_line import CommandLineError
@@ -225,7 +225,7 @@ def read_tokenizer(path: Path, end: str | None) -> Subwords:
 
     """
     try:
-        with faults_of(path):
+        with errors_naming(path):
             return Subwords(path.read_text(encoding="utf-8"), end)
     except ValueError as error:
         first = str(error).splitlines()[0]

@@ -63,8 +63,8 @@ class Windows:
 
     def at(self, starts: np.ndarray) -> np.ndarray:
         """The windows that begin at these places, int32 (*shape, window + 1)."""
-        places = np.asarray(starts)[..., None] + np.arange(self.window + 1)
-        return self.tokens[places].astype(np.int32)
+        indices = np.asarray(starts)[..., None] + np.arange(self.window + 1)
+        return self.tokens[indices].astype(np.int32)
 
     @property
     def rows(self) -> "Windows":

@@ -1,6 +1,5 @@
 """The command `twinscan`, which runs all other commands."""
 
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,23 +27,15 @@ USAGE = "\n".join(
 
 def dispatch(args: Sequence[str], prog: str) -> None:
     """Runs the command that the first argument names, with the other arguments."""
-    from jax_models import tune_allocator
-    from twinscan.command_line import CommandLineError, did_you_mean, run_command
+    from twinscan.command_line import CommandLineError, did_you_mean, run_module
 
     name, *rest = args
     if name not in COMMANDS:
         hint = did_you_mean(name, {known: known for known in (*COMMANDS, "--help", "--version")})
         raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}{hint}")
-    module, _ = COMMANDS[name]
-    if module.startswith("train."):
-        tune_allocator()
-    try:
-        main = importlib.import_module(module).main
-    except ValueError as error:  # two packages declare the same name
-        raise CommandLineError(str(error)) from None
     if name != "train":  # train handles Ctrl-C itself while it runs
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_command(main, rest, f"{prog} {name}")
+    run_module(COMMANDS[name][0], rest, f"{prog} {name}")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import re
@@ -17,6 +18,8 @@ from typing import NoReturn, TypeVar
 
 import jax
 import tyro
+
+import jax_models
 
 T = TypeVar("T")
 
@@ -149,13 +152,13 @@ def with_flag(message: str, of: str = "") -> str:
     return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?([\w.]+): (?=expected )", flag, message)
 
 
-def in_one_line(error: Exception) -> str:
+def error_in_one_line(error: Exception) -> str:
     """The lines of an error's message, joined."""
     first, *others = str(error).splitlines() or [""]
     return f"{first} {'; '.join(map(str.strip, others))}".rstrip()
 
 
-def command(module: str) -> str:
+def command_line_of(module: str) -> str:
     """The command line that runs a module with this Python from this folder."""
     python = sys.executable
     if shutil.which("python") == python:
@@ -165,17 +168,26 @@ def command(module: str) -> str:
     return f"{shlex.quote(python)} -m {module}"
 
 
-PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
+ASCII_SPELLINGS = {
+    "—": "-",
+    "–": "-",
+    "−": "-",
+    "≤": "<=",
+    "≥": ">=",
+    "×": "x",
+    "→": "->",
+    "µ": "u",
+}
 """ASCII spellings of characters that `unicodedata` cannot decompose."""
 
 
-def print_anywhere() -> None:
+def replace_unencodable() -> None:
     """Prints similar ASCII characters for those that the encoding of the output lacks."""
 
     def spelled(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
         characters = error.object[error.start : error.end]
-        plain = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
+        plain = (ASCII_SPELLINGS.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
         return "".join(c.encode("ascii", "ignore").decode() or "?" for c in plain), error.end
 
     codecs.register_error("spelled", spelled)
@@ -188,7 +200,7 @@ def print_anywhere() -> None:
 def one_line_errors(prog: str) -> Iterator[None]:
     """Turns an error into the line `prog: error: …` and an exit code, 2 for wrong input."""
     exit_code = CommandLineError.exit_code
-    print_anywhere()
+    replace_unencodable()
     try:
         yield
     except BrokenPipeError:  # the reader of the output has closed it
@@ -215,6 +227,23 @@ def one_line_errors(prog: str) -> Iterator[None]:
         return
     print(f"{prog}: error: {message}", file=sys.stderr)
     raise SystemExit(exit_code)
+
+
+def run_module(module: str, args: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+    """Imports the module of a command, and runs its `main` as `run_command` does.
+
+    By default, the command is `python -m` with the module, and gets the arguments of the process.
+    If the import fails because two packages define the same name, the error is also one line.
+    """
+    prog = prog or f"python -m {module.removesuffix('.__main__')}"
+    with one_line_errors(prog):
+        if module.startswith("train."):
+            jax_models.tune_allocator()
+        try:
+            main = importlib.import_module(module).main
+        except ValueError as error:
+            raise CommandLineError(str(error)) from None
+    run_command(main, sys.argv[1:] if args is None else args, prog)
 
 
 def run_command(

@@ -33,7 +33,7 @@ from train.step import token_losses
 
 PART = "loss and gradients"
 LAYERS = (2, 12)
-MOST = 1.5
+MAX_RATIO = 1.5
 """The largest allowed ratio of the time for twelve layers to that for two."""
 CONFIGS = {
     "LSTM": RNNLanguageModelConfig(
@@ -46,32 +46,36 @@ CONFIGS = {
 }
 
 
-SINGLE = {
+SINGLE_LAYERS = {
     "LSTM layer": lambda rngs: LSTM(192, 192, rngs=rngs),
     "HyperLSTM layer": lambda rngs: HyperLSTM(192, 192, 48, 16, rngs=rngs),
     "RWKV block": lambda rngs: RWKVBlock(192, rngs=rngs),
 }
-MOST_OF_LSTM = {"HyperLSTM layer": 2.5, "RWKV block": 1.7}
+MAX_RATIO_TO_LSTM = {"HyperLSTM layer": 2.5, "RWKV block": 1.7}
 """The largest allowed ratios of the time to that of the LSTM layer."""
 
 
-def compiled_model(config: Any) -> tuple[float, float]:
+def time_model(config: Any) -> tuple[float, float]:
     """The seconds to trace and compile a language model, and the seconds of a call."""
     tokens = np.random.default_rng(0).integers(256, size=(8, 129), dtype=np.int32)
-    return compiled(
+    return time_compilation(
         config.build(rngs=nnx.Rngs(0)),
         tokens,
         lambda model, x: token_losses(model, x[:, :-1], x[:, 1:]).mean(),
     )
 
 
-def compiled_layer(name: str) -> tuple[float, float]:
+def time_layer(name: str) -> tuple[float, float]:
     """The seconds to trace and compile a layer, and the seconds of a call."""
     x = np.random.default_rng(0).standard_normal((8, 128, 192), np.float32)
-    return compiled(SINGLE[name](nnx.Rngs(0)), x, lambda layer, x: jnp.sum(layer(x)[0] ** 2))
+    return time_compilation(
+        SINGLE_LAYERS[name](nnx.Rngs(0)), x, lambda layer, x: jnp.sum(layer(x)[0] ** 2)
+    )
 
 
-def compiled(module: nnx.Module, x: np.ndarray, loss: Callable[..., Any]) -> tuple[float, float]:
+def time_compilation(
+    module: nnx.Module, x: np.ndarray, loss: Callable[..., Any]
+) -> tuple[float, float]:
     """The seconds to trace and compile the loss and its gradients, and the seconds of a call."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     arguments = params, jnp.asarray(x)
@@ -97,7 +101,7 @@ def measure(session: Session) -> Outcome:
     }
     parts["single layers"] = partial(measure_layers, session)
     for name, measure_part in parts.items():
-        found = session.piece(f"{__name__}: {name}", measure_part)
+        found = session.measure_once(f"{__name__}: {name}", measure_part)
         show(session.console, found)
         outcome += found
     return outcome
@@ -106,34 +110,34 @@ def measure(session: Session) -> Outcome:
 def measure_model(session: Session, name: str) -> Outcome:
     """Measures a model with two and with twelve layers."""
     configs = [dataclasses.replace(CONFIGS[name], num_layers=count) for count in LAYERS]
-    found, seconds = by_turns(session, compiled_model, configs, [name] * 2, LAYERS)
+    found, seconds = measure_in_turn(session, time_model, configs, [name] * 2, LAYERS)
     ratio = seconds[1] / seconds[0]
-    found.checks.append(Check(name, PART, "compilation, 12 layers / 2", ratio, MOST))
+    found.checks.append(Check(name, PART, "compilation, 12 layers / 2", ratio, MAX_RATIO))
     return found
 
 
 def measure_layers(session: Session) -> Outcome:
     """Measures the single layers."""
-    names = ["LSTM layer"] if session.quick else [*SINGLE]
-    found, seconds = by_turns(session, compiled_layer, names, names, [1] * len(names))
+    names = ["LSTM layer"] if session.quick else [*SINGLE_LAYERS]
+    found, seconds = measure_in_turn(session, time_layer, names, names, [1] * len(names))
     for name, compile_s in zip(names, seconds, strict=True):
-        if name in MOST_OF_LSTM:
+        if name in MAX_RATIO_TO_LSTM:
             ratio = compile_s / seconds[0]
             what = "compilation / LSTM layer"
-            found.checks.append(Check(name, PART, what, ratio, MOST_OF_LSTM[name]))
+            found.checks.append(Check(name, PART, what, ratio, MAX_RATIO_TO_LSTM[name]))
     return found
 
 
-def by_turns(
+def measure_in_turn(
     session: Session,
-    compiled: Callable[..., tuple[float, float]],
+    measure: Callable[..., tuple[float, float]],
     arguments: Sequence[Any],
     names: Sequence[str],
     layers: Sequence[int],
 ) -> tuple[Outcome, list[float]]:
     """Compiles for each argument in turn. Returns rows, and the median seconds to compile."""
     turns = [
-        [session.workers.call("jax", compiled, argument) for argument in arguments]
+        [session.workers.call("jax", measure, argument) for argument in arguments]
         for _ in range(1 if session.quick else 3)
     ]
     found = Outcome()

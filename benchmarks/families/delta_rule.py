@@ -11,7 +11,7 @@ from jax_models.ops import delta_rule
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
-KEPT = 128
+CHECKPOINT_EVERY = 128
 """Number of steps between the states that the oracle keeps for its backward pass."""
 
 
@@ -59,7 +59,7 @@ class Recurrence(Problem):
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
         leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-        y = by_steps(**leaves)
+        y = step_by_step(**leaves)
         cotangent = torch.tensor(self.cotangent()).double()
         gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
         named = dict(zip(leaves, gradients, strict=True))
@@ -76,8 +76,8 @@ class Recurrence(Problem):
         }
 
 
-def by_steps(q, k, v, log_w, rate):
-    """Computes the equation step by step. Only every `KEPT`-th state is kept for backward."""
+def step_by_step(q, k, v, log_w, rate):
+    """Computes the equation step by step, and keeps every `CHECKPOINT_EVERY`-th state."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -93,7 +93,7 @@ def by_steps(q, k, v, log_w, rate):
     xs = (q, k, v, log_w, rate)
     s = q.new_zeros(*v[:, 0].shape, k.shape[-1])
     outputs = []
-    for part in zip(*(x.split(KEPT, dim=1) for x in xs), strict=True):
+    for part in zip(*(x.split(CHECKPOINT_EVERY, dim=1) for x in xs), strict=True):
         s, y = checkpoint(steps, s, *part, use_reentrant=False)
         outputs.append(y)
     return torch.cat(outputs, dim=1)

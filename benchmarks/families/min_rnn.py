@@ -26,7 +26,7 @@ class Layer(Sequences):
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
         leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-        y = by_steps(**leaves)
+        y = step_by_step(**leaves)
         cotangent = torch.tensor(self.cotangent()).double()
         gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
         named = dict(zip(leaves, gradients, strict=True))
@@ -42,7 +42,7 @@ class Layer(Sequences):
         return {"torch": 1.0}
 
 
-def by_steps(x, kernel, bias):
+def step_by_step(x, kernel, bias):
     """Computes the equation step by step."""
     import torch
 
@@ -79,4 +79,4 @@ def ours(problem: Layer):
 @contenders.torch("torch loop")
 def torch_loop(problem: Layer):
     """The straightforward version in torch."""
-    return operator(problem, by_steps)
+    return operator(problem, step_by_step)

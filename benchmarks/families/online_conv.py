@@ -20,7 +20,7 @@ from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models.ops import empty_long_conv_state, long_conv, online_conv
 
 PART = "an output"
-MOST_GROWTH = 3
+MAX_GROWTH = 3
 """The largest allowed growth of our time per output, from 1,024 to 16,384 steps."""
 
 
@@ -48,12 +48,12 @@ class OnlineConv(Problem):
         """Computes the outputs with an FFT, but only those that all contenders compute."""
         v, h = (x.astype(np.float64) for x in self.arrays().values())
         spectrum = np.fft.rfft(v[:, 0].T, 2 * self.length) * np.fft.rfft(h, 2 * self.length)
-        y = np.fft.irfft(spectrum, 2 * self.length)[:, : self.some]
+        y = np.fft.irfft(spectrum, 2 * self.length)[:, : self.num_compared]
         return {"y": y.T[:, None]}
 
     @property
-    def some(self) -> int:
-        """Number of outputs of the contenders whose outputs all cost the same."""
+    def num_compared(self) -> int:
+        """Number of outputs that all contenders compute."""
         return min(self.length, 50_000 // self.length)
 
     def targets(self, part, platform):
@@ -77,7 +77,7 @@ def _step(problem: OnlineConv, h, state, v):
     return state, y[..., 0]
 
 
-def _by_steps(step: Callable, parameter, empty: Callable, v, count: int) -> Call:
+def _step_by_step(step: Callable, parameter, empty: Callable, v, count: int) -> Call:
     step = jax.jit(step, donate_argnums=1)
     inputs = list(v[:count])
 
@@ -105,7 +105,9 @@ def ours(problem: OnlineConv) -> Call:
         return jax.lax.scan(partial(_step, problem, h), empty, v)[1]
 
     call = lambda: jax.block_until_ready(scan(h, v))  # noqa: E731
-    return Call(call, lambda: {"y": np.asarray(call())[: problem.some]}, parts=problem.length)
+    return Call(
+        call, lambda: {"y": np.asarray(call())[: problem.num_compared]}, parts=problem.length
+    )
 
 
 @contenders.jax(f"{OURS}, steps")
@@ -113,23 +115,23 @@ def ours_steps(problem: OnlineConv) -> Call:
     """Our operator, called from Python, which waits for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     empty = partial(empty_long_conv_state, 1, problem.features, problem.length)
-    step = _by_steps(partial(_step, problem), h, empty, v, problem.length)
-    return step._replace(result=lambda: {"y": np.stack(step.call())[: problem.some]})
+    step = _step_by_step(partial(_step, problem), h, empty, v, problem.length)
+    return step._replace(result=lambda: {"y": np.stack(step.call())[: problem.num_compared]})
 
 
 @contenders.jax("FFT again")
-def again(problem: OnlineConv) -> Call:
+def whole_convolution(problem: OnlineConv) -> Call:
     """The whole convolution for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     row = jnp.moveaxis(v, 0, 2)
     whole = jax.jit(long_conv)
 
     def call():
-        ys = [jax.block_until_ready(whole(row, h)) for _ in range(problem.some)]
+        ys = [jax.block_until_ready(whole(row, h)) for _ in range(problem.num_compared)]
         return ys[-1]
 
-    result = lambda: {"y": np.moveaxis(np.asarray(call()), 2, 0)[: problem.some]}  # noqa: E731
-    return Call(call, result, parts=problem.some)
+    result = lambda: {"y": np.moveaxis(np.asarray(call()), 2, 0)[: problem.num_compared]}  # noqa: E731
+    return Call(call, result, parts=problem.num_compared)
 
 
 @contenders.jax("direct sum")
@@ -146,7 +148,7 @@ def direct(problem: OnlineConv) -> Call:
         return (position + 1, past), jnp.sum(past * weights, axis=0, keepdims=True)
 
     empty = lambda: (jnp.int32(0), jnp.zeros((length, problem.features)))  # noqa: E731
-    return _by_steps(step, h_reversed, empty, v, problem.some)
+    return _step_by_step(step, h_reversed, empty, v, problem.num_compared)
 
 
 def measure(session: Session) -> Outcome:
@@ -156,5 +158,5 @@ def measure(session: Session) -> Outcome:
     if not session.quick:
         short, long = (outcome.row(f"L {n}", PART).ms for n in (1024, 16384))
         what = "L 16384 / L 1024"
-        outcome.checks.append(Check("growth", PART, what, long / short, MOST_GROWTH))
+        outcome.checks.append(Check("growth", PART, what, long / short, MAX_GROWTH))
     return outcome

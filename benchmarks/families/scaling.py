@@ -21,7 +21,7 @@ from benchmarks.report.plot import OPACITIES, RowsByAllocator
 from benchmarks.report.table import milliseconds
 
 FITTED_FROM = 2048
-MOST = 1.1
+MAX_EXPONENT = 1.1
 ARCHITECTURES = {
     "RNN": lambda features, time, rngs: jax_models.RNN(features, features, rngs=rngs),
     "LSTM": lambda features, time, rngs: jax_models.LSTM(features, features, rngs=rngs),
@@ -89,7 +89,7 @@ def measure(session: Session) -> Outcome:
     for name, exponent in exponents(outcome.rows).items():
         if name != "attention":
             what = "exponent of T" + (", after log T" if name == "Hyena" else "")
-            outcome.checks.append(Check(name, BOTH, what, exponent, MOST))
+            outcome.checks.append(Check(name, BOTH, what, exponent, MAX_EXPONENT))
     return outcome
 
 

@@ -133,7 +133,9 @@ def measure(session: Session) -> Outcome:
     """Measures all presets."""
     outcome = Outcome()
     for preset in ("lstm",) if session.quick else PRESET_STEPS:
-        found = session.piece(f"{__name__}: {preset}", partial(measure_preset, session, preset))
+        found = session.measure_once(
+            f"{__name__}: {preset}", partial(measure_preset, session, preset)
+        )
         show(session.console, found)
         outcome += found
     return outcome

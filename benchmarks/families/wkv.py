@@ -115,10 +115,10 @@ def torch_loop(problem: WKV):
     """The loop of our torch twin, which is the straightforward version."""
     import torch
 
-    from torch_ref.layers.rwkv import NEVER, wkv
+    from torch_ref.layers.rwkv import EMPTY_EXPONENT, wkv
 
     def loop(k, v, w, u):
         zeros = torch.zeros_like(k[:, 0])
-        return wkv(k, v, w, u, (zeros, zeros, torch.full_like(zeros, NEVER)))[0]
+        return wkv(k, v, w, u, (zeros, zeros, torch.full_like(zeros, EMPTY_EXPONENT)))[0]
 
     return operator(problem, loop)

@@ -15,7 +15,7 @@ def show(console: Console, outcome: Outcome) -> None:
     for problem in dict.fromkeys(row.problem for row in outcome.rows):
         console.print(table(problem, [row for row in outcome.rows if row.problem == problem]))
     for check in outcome.checks:
-        console.print(line(check))
+        console.print(check_line(check))
     for note in outcome.notes:
         console.print(note)
     for name, reason in outcome.left_out.items():
@@ -23,7 +23,7 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print()
 
 
-def line(check: Check) -> Text:
+def check_line(check: Check) -> Text:
     """A check, and its verdict in color."""
     text = Text(f"  {check.problem}, {check.part}, {check} ")
     return text.append(check.verdict, STYLES[check.verdict])
@@ -71,8 +71,8 @@ def other_cells(row: Row) -> list[str]:
     """The cells for the memory and both errors."""
     return [
         f"{row.memory / 2**20:,.0f} MiB" if row.memory else "–",
-        error(row.error, row.comparable),
-        error(row.gradient_error, row.comparable),
+        error_cell(row.error, row.comparable),
+        error_cell(row.gradient_error, row.comparable),
     ]
 
 
@@ -83,6 +83,6 @@ def milliseconds(ms: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def error(value: float | None, comparable: bool) -> str:
+def error_cell(value: float | None, comparable: bool) -> str:
     """A relative error, with a mark if the contender computed something different."""
     return "–" if value is None else f"{value:.0e}" + ("" if comparable else " differs")

@@ -63,8 +63,8 @@ def from_keras(
         forward, backward = layer.forward_layer, layer.backward_layer
         if forward.go_backwards or not backward.go_backwards:
             raise ValueError("layer: expected a forward layer that goes forward, and one backward")
-        return Bidirectional(_one_way(forward, dtype), _one_way(backward, dtype))
-    ours = _one_way(layer, dtype)
+        return Bidirectional(_one_direction(forward, dtype), _one_direction(backward, dtype))
+    ours = _one_direction(layer, dtype)
     return Reversed(ours) if layer.go_backwards else ours
 
 
@@ -105,7 +105,7 @@ def keras_table(
     if index >= len(tables):
         raise ValueError(f"index: expected less than the {len(tables)} layers, got {index}")
     others = [row for i, table in enumerate(tables) if i != index for row in table]
-    return [*tables[index], *(_kept(layer, path) for row in others for path in row.params)]
+    return [*tables[index], *(_unchanged(layer, path) for row in others for path in row.params)]
 
 
 def _tables(layer: Any) -> Iterator[Table]:
@@ -142,10 +142,10 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
         table.append(stacked(params, "bias") if two_biases else summed(params, "bias"))
     elif cell.bias_ih is not None:
         table.append(same(params[0], "bias"))
-    return [_in_order(row, order) for row in table]
+    return [_with_gate_order(row, order) for row in table]
 
 
-def _kept(layer: Any, path: str) -> Weight:
+def _unchanged(layer: Any, path: str) -> Weight:
     """Returns a row for a parameter without a key, whose value import leaves unchanged."""
 
     def value() -> tuple[Any]:
@@ -157,7 +157,7 @@ def _kept(layer: Any, path: str) -> Weight:
     return Weight((path,), (), value, lambda array: ())
 
 
-def _in_order(row: Weight, order: Sequence[int]) -> Weight:
+def _with_gate_order(row: Weight, order: Sequence[int]) -> Weight:
     """Reorders the gates of a row's key. The order is a permutation that is its own inverse."""
     return row._replace(
         to_jax=lambda a: row.to_jax(reordered(a, order)),
@@ -165,7 +165,7 @@ def _in_order(row: Weight, order: Sequence[int]) -> Weight:
     )
 
 
-def _one_way(layer: Any, dtype: Any) -> RecurrentStack | Stack:
+def _one_direction(layer: Any, dtype: Any) -> RecurrentStack | Stack:
     kind = type(layer).__name__
     if kind not in (*KINDS, "RNN"):
         expected = f"{', '.join(KINDS)}, RNN or Bidirectional of Keras"

@@ -72,7 +72,7 @@ def from_onnx(
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"model: expected an onnx.ModelProto, got {type(model).__name__}")
     every = [*graphs(model.graph)]
-    proto = _chosen([n for graph in every for n in graph.node if n.op_type in KINDS], node)
+    proto = _select_node([n for graph in every for n in graph.node if n.op_type in KINDS], node)
     where = f"{proto.op_type} {proto.name or proto.output[0] or proto.output[1]}"
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
 
@@ -181,7 +181,7 @@ def graphs(graph: Any) -> Iterator[Any]:
                 yield from graphs(inner)
 
 
-def _chosen(nodes: list[Any], name: str | None) -> Any:
+def _select_node(nodes: list[Any], name: str | None) -> Any:
     found = [n for n in nodes if name is None or name in (n.name, *n.output)]
     if len(found) == 1:
         return found[0]

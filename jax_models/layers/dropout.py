@@ -40,8 +40,8 @@ class Dropout(nnx.Dropout):
             return x
         batch_size, time, *features = x.shape
         key = self.rngs()
-        rows = places(batch_size, self.batch_axis)
-        steps = places(time, self.time_axis)
+        rows = global_indices(batch_size, self.batch_axis)
+        steps = global_indices(time, self.time_axis)
 
         def mask(row, step):
             of_step = jax.random.fold_in(jax.random.fold_in(key, row), step)
@@ -81,7 +81,7 @@ def dropout_between(num_layers: int, rate: float, *, rngs: nnx.Rngs) -> Dropout:
     return dropout
 
 
-def places(count: int, axis: str | None) -> Int[Array, " count"]:
+def global_indices(count: int, axis: str | None) -> Int[Array, " count"]:
     """The indices of this device's rows, or steps, among those of all devices."""
     first = 0 if axis is None else lax.axis_index(axis) * count
     return first + jnp.arange(count, dtype=jnp.int32)

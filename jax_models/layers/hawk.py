@@ -21,8 +21,8 @@ from jax_models.options import (
     Initializer,
     LayerOptions,
     MatrixOptions,
+    declared_options,
     norm_options,
-    only,
     with_inits,
 )
 from jax_models.sequence import SequenceLayer, State
@@ -155,7 +155,7 @@ class Hawk(GatedRecurrence[HawkState]):
             matrix=with_inits(options, lecun_normal, None, use_bias=False),
             conv={**options},
             rglru={
-                **only(MatrixOptions, options),
+                **declared_options(MatrixOptions, options),
                 "parameterization": parameterization,
                 "c": c,
                 "method": method,
@@ -215,7 +215,7 @@ class HawkBlock(ResidualBlock[HawkState]):
             features, kernel_size=kernel_size, parameterization=parameterization, **options
         )
         self.channel_pre_norm = RMSNorm(features, **norm_options(options))
-        self.mlp = GatedMLP(features, mlp_features, **only(MatrixOptions, options))
+        self.mlp = GatedMLP(features, mlp_features, **declared_options(MatrixOptions, options))
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.HawkBlock."""

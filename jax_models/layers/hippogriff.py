@@ -13,7 +13,7 @@ from jax_models.layers.linear import normal_of_fan_in, torch_uniform
 from jax_models.layers.local_attention import LocalAttention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import HippogriffNorm
-from jax_models.layers.residual import mixed
+from jax_models.layers.residual import run_residual_block
 from jax_models.ops import LocalAttentionState
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
@@ -232,7 +232,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         mixers = ["hawk"] if self.attention is None else ["hawk", "attention"]
         for name in mixers if self.version == "0.0.2" else reversed(mixers):
             block = (getattr(self, f"{name}{part}") for part in ("_norm", "", "_mlp_norm", "_mlp"))
-            x, last = mixed(x, getattr(state, name), rows, *block)
+            x, last = run_residual_block(x, getattr(state, name), rows, *block)
             state = state._replace(**{name: last})
         return x, state
 

@@ -18,7 +18,13 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops.rows import Default
-from jax_models.options import FilterOptions, LayerOptions, norm_options, only, with_inits
+from jax_models.options import (
+    FilterOptions,
+    LayerOptions,
+    declared_options,
+    norm_options,
+    with_inits,
+)
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
 from jax_models.weights.constant import Constant
 from jax_models.weights.rows import reshaped
@@ -109,13 +115,13 @@ class HyenaDNAMixer(HyenaOperator):
                 max_length,
                 order=order - 1,
                 mlp_features=mlp_features,
-                **only(HyenaDNAFilterOptions, options),
+                **declared_options(HyenaDNAFilterOptions, options),
             ),
             order=order,
             num_filters=order - 1,
             kernel_size=given["kernel_size"],
             dropout_rate=dropout_rate,
-            **only(LayerOptions, options),
+            **declared_options(LayerOptions, options),
         )
         self.activation: MixerActivation = given["activation"]
         self.filter_bias: bool = given["filter_bias"]
@@ -192,7 +198,7 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
         dropout_rate: float = 0.0,
         **options: Unpack[HyenaDNAOptions],
     ):
-        shared = only(LayerOptions, options)
+        shared = declared_options(LayerOptions, options)
         super().__init__(features, **shared)
         self.max_length = max_length
         self.norm1 = LayerNorm(features, **norm_options(options))

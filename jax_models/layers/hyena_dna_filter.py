@@ -1,7 +1,4 @@
-"""The filters of HyenaDNA (arXiv 2306.15794) and safari.
-
-The PyTorch twin is in `torch_ref/layers/hyena_dna.py`.
-"""
+"""The filters of HyenaDNA (arXiv 2306.15794) and safari."""
 
 __all__ = ["HyenaDNAFilter"]
 
@@ -13,14 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models.layers.hyena_filter import (
+    at_least_float32,
     check_network,
-    decays,
     draw_network,
+    embed_positions,
     l1_normalized,
-    positions,
     run_network,
     unit_times,
-    wide,
+    window_exponents,
 )
 from jax_models.options import CheckedOptions, FilterOptions
 from jax_models.sequence import check_time
@@ -92,24 +89,29 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         self.modulate, self.normalized = modulate, normalized
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
         frequencies = np.linspace(LOWEST_FREQUENCY, embed_features // 2 - 1, embed_features // 2)
-        self.z = nnx.Param(positions(max_length, frequencies, param_dtype, sign=-1))
+        self.z = nnx.Param(embed_positions(max_length, frequencies, param_dtype, sign=-1))
         self.kernels, self.biases = draw_network(widths, rngs, param_dtype)
         self.freq = nnx.Param(jnp.full((1, mlp_features), omega, param_dtype))
         self.t = Constant(unit_times(max_length, param_dtype))
-        self.deltas = Constant(decays(order * features, param_dtype).reshape(order, features))
+        self.deltas = Constant(
+            window_exponents(order * features, param_dtype).reshape(order, features)
+        )
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
         order, features, max_length = self.shape
         check_time("length", length, max_length)
         freqs = [self.freq] * len(self.biases)
-        h = run_network(wide(self.z)[:length], self.kernels, self.biases, freqs)
+        h = run_network(at_least_float32(self.z)[:length], self.kernels, self.biases, freqs)
         if self.normalized:
             h = l1_normalized(h, axis=-1)
         h = h.T.reshape(order, features, length)
         if not self.modulate:
             return h
-        decay = jnp.abs(wide(self.deltas))[..., None] * wide(self.t)[None, None, :length]
+        decay = (
+            jnp.abs(at_least_float32(self.deltas))[..., None]
+            * at_least_float32(self.t)[None, None, :length]
+        )
         return h * (jnp.exp(-decay) + self.shift)
 
     def torch_layouts(self) -> Layouts:

@@ -45,9 +45,9 @@ def run_network(
     """Linear layers with sines of the given frequencies between them."""
     *hidden, last = kernels
     for kernel, bias, freq in zip(hidden, biases, freqs, strict=True):
-        z = ops.affine(z, wide(kernel), wide(bias))
-        z = jnp.sin(jnp.broadcast_to(wide(freq), z.shape) * z)
-    return ops.affine(z, wide(last))
+        z = ops.affine(z, at_least_float32(kernel), at_least_float32(bias))
+        z = jnp.sin(jnp.broadcast_to(at_least_float32(freq), z.shape) * z)
+    return ops.affine(z, at_least_float32(last))
 
 
 def check_network(embed_features: int, num_filter_layers: int) -> None:
@@ -99,15 +99,15 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
         shape = (order, features, max_length)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
-        self.alphas = nnx.Param(decays(features, param_dtype))
+        self.alphas = nnx.Param(window_exponents(features, param_dtype))
         self.b = nnx.Param(jnp.zeros(features, param_dtype))
         self.t = Constant(unit_times(max_length, param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
         check_time("length", length, self.t.shape[0])
-        g = wide(self.h)[:, :, :length]
-        b = jnp.broadcast_to(wide(self.b)[:, None], g.shape[1:])
+        g = at_least_float32(self.h)[:, :, :length]
+        b = jnp.broadcast_to(at_least_float32(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
         return l1_normalized(h, axis=1)
 
@@ -181,25 +181,27 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
         self.h = explicit(jax.random.normal(rngs.params(), shape, param_dtype))
         self.pos_emb = of_network(
-            positions(max_length, np.arange(embed_features // 2), param_dtype)
+            embed_positions(max_length, np.arange(embed_features // 2), param_dtype)
         )
         self.kernels, self.biases = draw_network(widths, rngs, param_dtype, of_network)
         self.freqs = nnx.List(
             Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
         )
-        self.alphas = nnx.Param(decays(features, param_dtype))
+        self.alphas = nnx.Param(window_exponents(features, param_dtype))
         self.t = Constant(unit_times(max_length, param_dtype))
         self.time_emb = Constant(unit_times(max_length, param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
         check_time("length", length, self.shape[2])
-        h = self.network(length) if self.implicit else wide(self.h)[:, :, :length]
+        h = self.network(length) if self.implicit else at_least_float32(self.h)[:, :, :length]
         return h * jnp.broadcast_to(_decay(self.alphas, self.t, length), h.shape)
 
     def network(self, length: int) -> Float[Array, "order features length"]:
         """The network at the first `length` positions."""
-        z = run_network(wide(self.pos_emb)[:length], self.kernels, self.biases, self.freqs)
+        z = run_network(
+            at_least_float32(self.pos_emb)[:length], self.kernels, self.biases, self.freqs
+        )
         order, features, _ = self.shape
         return z.T.reshape(order, features, length)
 
@@ -261,16 +263,16 @@ def l1_normalized(h: Array, axis: int) -> Array:
     return h / jnp.where(norm > 0, norm, 1)
 
 
-def wide(param: nnx.Variable) -> Array:
+def at_least_float32(param: nnx.Variable) -> Array:
     """The parameter in at least float32."""
     return param[...].astype(carry_dtype(param.dtype))
 
 
 def _decay(alphas: nnx.Variable, t: nnx.Variable, length: int) -> Float[Array, "features length"]:
-    return jnp.exp(jnp.outer(wide(alphas), wide(t)[:length]))
+    return jnp.exp(jnp.outer(at_least_float32(alphas), at_least_float32(t)[:length]))
 
 
-def decays(features: int, dtype) -> Float[Array, " features"]:
+def window_exponents(features: int, dtype) -> Float[Array, " features"]:
     """The exponents of the window at time 1, from the slowest decay to the fastest."""
     fastest, slowest = math.log(TARGET) / FAST_DECAY, math.log(TARGET) / SLOW_DECAY
     return jnp.asarray(np.linspace(slowest, fastest, features), dtype)
@@ -281,7 +283,7 @@ def unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
     return jnp.asarray(np.linspace(0, 1, max_length), dtype)
 
 
-def positions(
+def embed_positions(
     max_length: int, frequencies: np.ndarray, dtype, *, sign: int = 1
 ) -> Float[Array, "max_length embed"]:
     """Embeds positions: the time from 0 to 1, then cosines and sines of these frequencies."""

@@ -1,7 +1,4 @@
-"""Attention over a window, as in Griffin (arXiv 2402.19427).
-
-The PyTorch twin is in `torch_ref/layers/griffin.py`.
-"""
+"""Attention over a window, as in Griffin (arXiv 2402.19427)."""
 
 __all__ = ["LocalAttention", "LocalAttentionState"]
 

@@ -160,11 +160,11 @@ class RecurrentStack(SequenceLayer[State]):
         for start in range(0, len(cells), count):
             if start:
                 x = self.dropout(x)
-            some = slice(start, start + count)
+            chunk = slice(start, start + count)
             x, last_state = run(
                 x,
-                jax.tree.map(lambda s: s[some], state),  # noqa: B023
-                cells[some],
+                jax.tree.map(lambda s: s[chunk], state),  # noqa: B023
+                cells[chunk],
                 rows=rows,
                 num_directions=self.num_directions,
             )

@@ -71,10 +71,10 @@ class ResidualBlock(SequenceLayer[State]):
     def sequence(self, x, state, rows):
         """The mixer, then the MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        return mixed(x, state, rows, *(getattr(self, part) for part in self.parts))
+        return run_residual_block(x, state, rows, *(getattr(self, part) for part in self.parts))
 
 
-def mixed(
+def run_residual_block(
     x: Float[Array, "batch time features"],
     state: Any,
     rows: Rows,

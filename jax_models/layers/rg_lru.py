@@ -1,7 +1,4 @@
-"""The RG-LRU, from the Griffin paper (arXiv 2402.19427).
-
-The PyTorch twin is in `torch_ref/layers/hawk.py`.
-"""
+"""The RG-LRU, from the Griffin paper (arXiv 2402.19427)."""
 
 __all__ = ["RGLRU", "RGLRUState"]
 

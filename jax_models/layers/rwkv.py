@@ -24,12 +24,12 @@ from jax_models import ops
 from jax_models.layers.rwkv_parts import (
     LARGEST_DECAY,
     ChannelMix,
-    ResidualMixes,
     RWKVBlockState,
     RWKVChannelMixState,
     RWKVOptions,
+    RWKVResidualBlock,
     depth_and_height,
-    matrices,
+    matrix_builder,
     orthogonal,
     token_shift,
 )
@@ -98,7 +98,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         self.time_mix_k = param(mix)
         self.time_mix_v = param(mix + 0.3 * depth)
         self.time_mix_r = param(mix**0.5)
-        matrix = matrices(options)
+        matrix = matrix_builder(options)
         self.key = matrix(features, features)
         self.value = matrix(features, features, orthogonal)
         self.receptance = matrix(features, features)
@@ -117,9 +117,9 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, rows)
-        k = self.key(mixed(self.time_mix_k, x, previous))
-        v = self.value(mixed(self.time_mix_v, x, previous))
-        r = self.receptance(mixed(self.time_mix_r, x, previous))
+        k = self.key(mix_with_previous(self.time_mix_k, x, previous))
+        v = self.value(mix_with_previous(self.time_mix_v, x, previous))
+        r = self.receptance(mix_with_previous(self.time_mix_r, x, previous))
         y, wkv = ops.wkv(
             k,
             v,
@@ -138,7 +138,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
-        return by_mixes(
+        return mix_layouts(
             same("time_decay", "time_decay"),
             same("time_first", "time_first"),
             *(row for name in (*MIXES, "output") for row in linear(name, name, bias=False)),
@@ -176,17 +176,17 @@ class RWKVChannelMix(ChannelMix):
     def first_mix(self, channel, height):
         return channel**height
 
-    def mixed(self, letter, x, previous):
+    def mix_with_previous(self, letter, x, previous):
         """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
-        return mixed(getattr(self, f"{self.prefix}{letter}"), x, previous)
+        return mix_with_previous(getattr(self, f"{self.prefix}{letter}"), x, previous)
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `ffn`; `hf`: those of its `feed_forward`."""
         rows = (row for name in MIXES for row in linear(name, name, bias=False))
-        return by_mixes(*rows, mixes=("key", "receptance"))
+        return mix_layouts(*rows, mixes=("key", "receptance"))
 
 
-def by_mixes(*rows: Weight, mixes: Iterable[str]) -> Layouts:
+def mix_layouts(*rows: Weight, mixes: Iterable[str]) -> Layouts:
     """The layouts of a mix. BlinkDL names each μ by the first letter of its projection."""
     letters = {"blinkdl": 1, "hf": None}
     return {
@@ -198,7 +198,7 @@ def by_mixes(*rows: Weight, mixes: Iterable[str]) -> Layouts:
     }
 
 
-class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
+class RWKVBlock(RWKVResidualBlock[RWKVTimeMixState]):
     """A residual block of RWKV-4.
 
         >>> layer = RWKVBlock(64, rngs=nnx.Rngs(0))
@@ -232,7 +232,7 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-4"))
 
 
-def mixed(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
+def mix_with_previous(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
     """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
     weight = jnp.broadcast_to(mu[...].astype(x.dtype), x.shape)
     return x * weight + previous * (1 - weight)

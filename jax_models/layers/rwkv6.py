@@ -17,13 +17,13 @@ from jax_models.layers.rwkv_parts import (
     LARGEST_DECAY,
     ChannelMix,
     HeadedTimeMix,
-    ResidualMixes,
     RWKVOptions,
+    RWKVResidualBlock,
     depth_and_height,
     heads_of,
     lerp_to_previous,
     low_rank,
-    matrices,
+    matrix_builder,
     orthogonal,
     scaled_orthogonal,
     token_shift,
@@ -135,7 +135,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         self.time_decay_w2 = small(decay_rank, features)
         bonus = depth * (1 - width) + 0.1 * ((channel + 1) % 3 - 1)
         self.time_faaaa = param(bonus.reshape(self.heads, head_size))
-        matrix = partial(matrices(options), features, features)
+        matrix = partial(matrix_builder(options), features, features)
         self.receptance = matrix(orthogonal)
         self.key = matrix(scaled_orthogonal(0.1))
         self.value = matrix(orthogonal)
@@ -150,7 +150,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, rows)
-        x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
+        x_w, x_k, x_v, x_r, x_g = self._mix_with_previous(x, previous)
         r, log_w, k, v = (
             heads_of(y, self.head_size)
             for y in (self.receptance(x_r), self.log_decay(x_w), self.key(x_k), self.value(x_v))
@@ -168,7 +168,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         exponent = low_rank(x, *weights, jnp.tanh, base=self.time_decay)
         return -jnp.exp(jnp.minimum(exponent, LARGEST_DECAY))
 
-    def _mixed(self, x: Array, previous: Array) -> list[Array]:
+    def _mix_with_previous(self, x: Array, previous: Array) -> list[Array]:
         """For each of the `MIXES`, the mixture of x and its predecessor."""
         hidden = lerp_to_previous(x, previous, self.time_maa_x)
         hidden = jnp.tanh(ops.affine(hidden, self.time_maa_w1[...].astype(x.dtype)))
@@ -279,7 +279,7 @@ class RWKV6ChannelMix(ChannelMix):
         return {"blinkdl": blinkdl, "fla": fla, "hf": blinkdl}
 
 
-class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
+class RWKV6Block(RWKVResidualBlock[RWKV6TimeMixState]):
     """A residual block of RWKV-6.
 
         >>> layer = RWKV6Block(128, rngs=nnx.Rngs(0))

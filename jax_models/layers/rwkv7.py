@@ -18,13 +18,13 @@ from jax_models.layers.rwkv6 import head_norm
 from jax_models.layers.rwkv_parts import (
     ChannelMix,
     HeadedTimeMix,
-    ResidualMixes,
     RWKVOptions,
+    RWKVResidualBlock,
     depth_and_height,
     heads_of,
     lerp_to_previous,
     low_rank,
-    matrices,
+    matrix_builder,
     orthogonal,
     scaled_orthogonal,
     token_shift,
@@ -33,7 +33,7 @@ from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.ops.rows import Default
-from jax_models.options import only
+from jax_models.options import declared_options
 from jax_models.weights import Layouts, Table, layer_norm, linear, same, squeezed, transposed
 from jax_models.weights.constant import Constant
 
@@ -121,7 +121,9 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         head_size = given["head_size"]
         self.is_lowest = options.get("layer_index") == 0
         in_features = features if self.is_lowest else 2 * features
-        super().__init__(in_features, features, head_size, method, **only(RWKVOptions, options))
+        super().__init__(
+            in_features, features, head_size, method, **declared_options(RWKVOptions, options)
+        )
         rngs, param_dtype = options["rngs"], self.param_dtype
         # As in the training code, most parameters are initialized by functions of the layer and the
         # channel.
@@ -157,7 +159,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         self.k_k = param(0.71 - 0.1 * tilt)
         self.k_a = param(np.full(features, 1.02))
         self.r_k = param(np.full((self.heads, head_size), -0.04))
-        matrix = partial(matrices(options), features, features)
+        matrix = partial(matrix_builder(options), features, features)
         self.receptance = matrix(orthogonal)
         self.key = matrix(scaled_orthogonal(0.1))
         self.value = matrix(orthogonal)
@@ -305,7 +307,7 @@ class RWKV7ChannelMix(ChannelMix):
         }
 
 
-class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
+class RWKV7Block(RWKVResidualBlock[RWKV7TimeMixState]):
     """A residual block of RWKV-7.
 
         >>> layer = RWKV7Block(128, rngs=nnx.Rngs(0))
@@ -338,7 +340,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     def __init__(
         self, features: int, hidden_features: int | None = None, **options: Unpack[RWKV7Options]
     ):
-        shared = only(RWKVOptions, options)
+        shared = declared_options(RWKVOptions, options)
         is_lowest = options.get("layer_index") == 0
         super().__init__(features, in_features=(2 - is_lowest) * features, **shared)
         self.att = RWKV7TimeMix(features, **options)

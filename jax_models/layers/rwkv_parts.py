@@ -54,7 +54,7 @@ def scaled_orthogonal(factor: float) -> Initializer:
     return lambda *args, **kwargs: factor * orthogonal(*args, **kwargs)
 
 
-def matrices(options: RWKVOptions) -> Callable[..., Linear]:
+def matrix_builder(options: RWKVOptions) -> Callable[..., Linear]:
     """Returns a function that builds a `Linear` from its sizes and initializer (default: zeros)."""
 
     def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
@@ -97,7 +97,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         _, height = depth_and_height(options)
         start = self.first_mix(np.arange(features) / features, height)
         start = jnp.asarray(start, self.param_dtype)
-        matrix = matrices(options)
+        matrix = matrix_builder(options)
         for letter in "kr" if self.gated else "k":
             setattr(self, f"{self.prefix}{letter}", nnx.Param(start))
         self.key = matrix(features, hidden_features, self.key_init)
@@ -109,7 +109,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         """The initial μ, by a subclass. `channel` rises from 0 towards 1 over the features."""
         raise NotImplementedError  # a subclass defines it
 
-    def mixed(self, letter: str, x: Array, previous: Array) -> Array:
+    def mix_with_previous(self, letter: str, x: Array, previous: Array) -> Array:
         """The input of a projection: from RWKV-6 on, `x_t + μ ⊙ (x_{t−1} − x_t)`."""
         return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
 
@@ -121,10 +121,10 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         """Projects the squared relu of the key, and multiplies it by the receptance, if any."""
         x = x.astype(self.computation_dtype(x))
         previous, last = token_shift(x, state.last, rows)
-        k = self.key(self.mixed("k", x, previous))
+        k = self.key(self.mix_with_previous("k", x, previous))
         if not self.gated:
             return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
-        r = self.receptance(self.mixed("r", x, previous))
+        r = self.receptance(self.mix_with_previous("r", x, previous))
         return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
 
 
@@ -147,7 +147,7 @@ PART_KEYS = {
 """The names of `ln0`, `ln1`, `ln2`, `att` and `ffn` in each layout."""
 
 
-class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
+class RWKVResidualBlock(SequenceLayer[RWKVBlockState[Att]]):
     """The base class of the blocks: a time mix, a channel mix and residuals.
 
     A subclass builds `att` and `ffn`. If the time mix needs further inputs beside x, its `sequence`

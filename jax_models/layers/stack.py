@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jax_models.explicit_axes import assigned
+from jax_models.explicit_axes import assigned_variables
 from jax_models.ops import Rows
 from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, refuse_time_major
@@ -23,7 +23,7 @@ Remat = Literal["none", "dots", "full"]
 """The part of a layer that the backward pass recomputes: nothing, everything except the results of
 matrix products, or everything except the layer's input."""
 
-SAVED = {
+REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -46,12 +46,12 @@ class PureLayer(NamedTuple):
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
-            check_fits(x, layer)
+            check_in_features(x, layer)
             y, last_state = layer.sequence(x, state, rows)
-            return y, last_state, assigned(arrays, nnx.state(layer))
+            return y, last_state, assigned_variables(arrays, nnx.state(layer))
 
         if self.remat != "none":
-            run = jax.checkpoint(run, policy=SAVED[self.remat])
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[self.remat])
         return run(x, arrays, state)
 
 
@@ -103,7 +103,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
                 raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
             refuse_time_major(f"layers[{i}]", layer)
         for below, layer in itertools.pairwise(listed):
-            check_fits(_outputs(below), layer)
+            check_in_features(_output_shape(below), layer)
         self._set_layers(listed, remat, scan_layers)
 
     def _set_layers(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
@@ -135,7 +135,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         if not _is_traced((x, state, nnx.state(self))):
             last_states = []
             for layer, layer_state in zip(self.layers, state, strict=True):
-                check_fits(x, layer)  # the caller may have replaced a layer
+                check_in_features(x, layer)  # the caller may have replaced a layer
                 x, last_state = layer.sequence(x, layer_state, rows)
                 last_states.append(last_state)
             return x, tuple(last_states)
@@ -171,7 +171,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         }
 
 
-def check_fits(x: Any, layer: SequenceLayer) -> None:
+def check_in_features(x: Any, layer: SequenceLayer) -> None:
     """Refuses a layer that does not read as many features as the layer below returns."""
     features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
     if features != layer.in_features:
@@ -181,7 +181,7 @@ def check_fits(x: Any, layer: SequenceLayer) -> None:
         )
 
 
-def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
+def _output_shape(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
     """The shape of a layer's outputs for one step of one row, found without running the layer."""
     x = jax.ShapeDtypeStruct((1, 1, layer.in_features), layer.dtype or layer.param_dtype)
     graphdef, arrays = nnx.split(layer)

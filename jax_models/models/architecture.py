@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
-from jax_models.weights.keys import checked_mapping, elsewhere, joined
+from jax_models.weights.keys import checked_mapping, joined, locate_keys
 from jax_models.weights.rows import Weight
 
 ENTRY_POINTS = "twinscan.models"
@@ -238,7 +238,7 @@ class ModelConfig(CheckedFields):
         if checkpoint.missing:
             names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
             lacks = f"not a checkpoint of {cls.family}: it has no {names}"
-            raise ValueError(f"state_dict: {elsewhere(state_dict, cls.layout_keys()) or lacks}")
+            raise ValueError(f"state_dict: {locate_keys(state_dict, cls.layout_keys()) or lacks}")
         # Drop a field that the config does not have: a recurrent model has no `features` of its
         # own.
         return cls(**{k: v for k, v in fields.items() if k in options or k in cls.field_types()})

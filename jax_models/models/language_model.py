@@ -28,12 +28,12 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
-from jax_models.ops.checks import as_array, nan_rows
+from jax_models.ops.checks import as_array, set_rows_to_nan
 from jax_models.ops.rows import Rows
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
-from jax_models.weights.rows import at
+from jax_models.weights.rows import join
 
 Layer = TypeVar("Layer", bound=SequenceLayer)
 
@@ -308,7 +308,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
         x, layers = stack.sequence(stack.split(x), start, rows)
         logits = rows.masked(self.unembed(self.norm(rows.masked(self.read_out(x)))))
         if outside is not None:
-            logits, layers = nan_rows(outside, (logits, layers), (0, state_batch_axes(stack)))
+            logits, layers = set_rows_to_nan(
+                outside, (logits, layers), (0, state_batch_axes(stack))
+            )
         return logits, LanguageModelState(layers, after)
 
     def step(
@@ -343,7 +345,7 @@ def _bias(part: str, module: Any, key: str) -> Table:
     """The row of the bias of a norm or a head, beside the key of its scale or kernel."""
     if getattr(module, "bias", None) is None:
         return []
-    return [same(f"{part}.bias", at(key.rpartition(".")[0], "bias"))]
+    return [same(f"{part}.bias", join(key.rpartition(".")[0], "bias"))]
 
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:

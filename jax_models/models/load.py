@@ -23,7 +23,7 @@ from jax_models.ops.rows import Default
 from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
-from jax_models.weights.keys import checked_mapping, elsewhere, flattened, joined
+from jax_models.weights.keys import checked_mapping, flattened, joined, locate_keys
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import cast, dtype_of, is_floating
 
@@ -139,7 +139,7 @@ def config_of(
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
         layouts = [layout for each in known for layout in each.layout_keys()]
-        if place := elsewhere(weights, layouts):
+        if place := locate_keys(weights, layouts):
             raise ValueError(f"state_dict: {place}")
         others = filter(None, (each.confused_with(keys) for each in known))
         some = ", ".join(joined(sorted(keys))[:3]) or "no keys"

@@ -16,12 +16,12 @@ def _as_in_blinkdl(attention: str, feed_forward: str) -> dict[str, Size]:
     return {
         "hidden_features": Size(f"*.{feed_forward}.key.weight", 0),
         "head_size": Size(f"*.{attention}.time_faaaa", 1),
-        "mix_rank": Size(f"*.{attention}.time_maa_w1", 1, convert=_of_five),
+        "mix_rank": Size(f"*.{attention}.time_maa_w1", 1, convert=_mix_rank),
         "decay_rank": Size(f"*.{attention}.time_decay_w1", 1),
     }
 
 
-def _of_five(size: int, fields: Fields) -> int:
+def _mix_rank(size: int, fields: Fields) -> int:
     """The rank of one mix, because the matrices of the five mixes are side by side."""
     return size // 5
 
@@ -38,7 +38,7 @@ class RWKV6LanguageModelConfig(RWKVConfig):
             sizes={
                 "hidden_features": Size("*.ffn.key.linear.weight", 0),
                 "head_size": Size("*.attn.bonus", 1),
-                "mix_rank": Size("*.attn.x_proj.2.weight", 1, convert=_of_five),
+                "mix_rank": Size("*.attn.x_proj.2.weight", 1, convert=_mix_rank),
                 "decay_rank": Size("*.attn.w_proj.linear.lora.0.weight", 0),
             }
         ),

@@ -26,7 +26,7 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.models.architecture import ModelConfig
 from jax_models.ops import Rows, carry_dtype
-from jax_models.ops.checks import as_array, checked_array, nan_rows
+from jax_models.ops.checks import as_array, checked_array, set_rows_to_nan
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, Table, Weight, flipped, nested, same
 from jax_models.weights.constant import Constant
@@ -228,7 +228,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         # becomes NaN.
         y = Rows.of(count, ends).masked(activation(y))
         if outside is not None:
-            y, last = nan_rows(outside, (y, last), 0)
+            y, last = set_rows_to_nan(outside, (y, last), 0)
         return (y, last) if batch_shape else (y[0], jax.tree.map(lambda s: s[0], last))
 
     def _frames(
@@ -247,7 +247,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         before, context = _contexts(tails, state.context, lengths=ends, reset=reset)
         x = self._spectrum(jnp.concatenate([before.astype(dtype), frames.astype(dtype)], axis=-1))
         for convolution, (_, stride) in zip(self.convolutions, CONVOLUTIONS, strict=True):
-            x = jax.nn.relu(convolution(_taps(x.astype(dtype), stride)))
+            x = jax.nn.relu(convolution(_conv_windows(x.astype(dtype), stride)))
         lstm_state = LSTMState(state.h[None], state.c[None])
         h, lstm_state = self.lstm(x[:, :, 0], lstm_state, lengths=ends, reset=reset)
         y = self.head(jax.nn.relu(self.dropout(h)))[..., 0]
@@ -324,7 +324,7 @@ def _contexts(
     return before, last
 
 
-def _taps(
+def _conv_windows(
     x: Float[Array, "batch frames columns in"], stride: int
 ) -> Float[Array, "batch frames kept 3*in"]:
     """The input windows of a convolution: each column that it outputs, between its neighbors."""

@@ -28,7 +28,7 @@ from jax_models.ops.checks import (
     checked_choice,
     described,
     lengths_within,
-    nan_rows,
+    set_rows_to_nan,
     wrong_shape,
 )
 from jax_models.ops.keywords import refuse_unknown
@@ -117,7 +117,7 @@ def checked(
                 masks = {name: given.arguments.pop(name, None) for name in MASKS}
                 given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
             results: Any = function(*given.args, **given.kwargs)
-            return results if outside is None else nan_rows(outside, results, batch_axes)
+            return results if outside is None else set_rows_to_nan(outside, results, batch_axes)
 
         call.__signature__ = parameters  # pyright: ignore[reportAttributeAccessIssue]
         return call
@@ -155,7 +155,10 @@ class Scope:
         if origin is dict:
             if not isinstance(value, dict):
                 raise TypeError(f"{name}: expected a dict, got {described(value)}")
-            return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
+            return {
+                key: self._checked_alone(f"{name}[{key!r}]", value[key], arguments[1])
+                for key in value
+            }
         if origin is Annotated:
             annotation, mark, *_ = arguments
             if inspect.isfunction(mark):
@@ -163,7 +166,7 @@ class Scope:
             if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
                 return self.checked(name, value, annotation)
             inner, outer = mark
-            return self._alone(name, value, annotation, **{inner: self.sizes[outer]})
+            return self._checked_alone(name, value, annotation, **{inner: self.sizes[outer]})
         # Arrays, NamedTuples of arrays, and other classes.
         if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
             known = annotation.dtype in KINDS and "..." not in annotation.dim_str
@@ -189,7 +192,7 @@ class Scope:
                 if expected is not None and size != expected:
                     raise self._wrong_shape(name, shape, [axis for axis, _ in axes])
 
-    def _alone(self, name: str, value: Any, annotation: Any, **sizes: Any) -> Any:
+    def _checked_alone(self, name: str, value: Any, annotation: Any, **sizes: Any) -> Any:
         scope = Scope(self.checks, sizes)
         value = scope.checked(name, value, annotation)
         scope.check_shapes()

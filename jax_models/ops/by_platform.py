@@ -73,21 +73,21 @@ def _derivative(
     Only the derivative of the form that runs is traced.
     """
 
-    def of(form):
-        def moved(*args):
+    def derivative_of(form):
+        def bound(*args):
             leaves = list(args[: -len(others)])
 
-            def of_inexact(*some):
-                for i, leaf in zip(inexact, some, strict=True):
+            def of_inexact(*floats):
+                for i, leaf in zip(inexact, floats, strict=True):
                     leaves[i] = leaf
                 return form(*leaves)
 
-            some = [leaves[i] for i in inexact]
-            return derivative(of_inexact, some, list(args[-len(others) :]))
+            floats = [leaves[i] for i in inexact]
+            return derivative(of_inexact, floats, list(args[-len(others) :]))
 
-        return moved
+        return bound
 
-    return _bind([*leaves, *others], {name: of(form) for name, form in forms})
+    return _bind([*leaves, *others], {name: derivative_of(form) for name, form in forms})
 
 
 def _tangent(*args):
@@ -100,9 +100,9 @@ def _gradient(*args):
 
 def _jvp(primals, tangents, *, forms: Forms):
     inexact = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
-    moved = [ad.instantiate_zeros(tangents[i]) for i in inexact]
+    floating_tangents = [ad.instantiate_zeros(tangents[i]) for i in inexact]
     y = by_platform_p.bind(*primals, forms=forms)
-    return y, linear_map(_tangent, _gradient, list(primals), moved, forms, inexact)
+    return y, linear_map(_tangent, _gradient, list(primals), floating_tangents, forms, inexact)
 
 
 def _batch(leaves, axes, *, forms: Forms):

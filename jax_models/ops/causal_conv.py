@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
-from jax_models.ops.time_axis import of_device_before
+from jax_models.ops.time_axis import from_device_before
 
 
 class CausalConv1DState(NamedTuple):
@@ -65,7 +65,7 @@ def delayed(
         of_device = dataclasses.replace(rows, time_axis=None)
         _, (own,) = delayed(x, state, rows=of_device)
         first = state.inputs.astype(own.dtype)
-        before = CausalConv1DState(of_device_before(own, first, rows.time_axis))
+        before = CausalConv1DState(from_device_before(own, first, rows.time_axis))
         taps, _ = delayed(x, before, rows=of_device)
         return taps, CausalConv1DState(lax.all_gather(own, rows.time_axis)[-1])
     # Each tap is a slice of the past and present inputs. The new state is the end of each row.

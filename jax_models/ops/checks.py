@@ -91,7 +91,7 @@ def lengths_within(
     return jnp.asarray(values, jnp.int32), None
 
 
-def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
+def set_rows_to_nan(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
     """Sets some rows of the batch to NaN in all arrays of a tree that are not integers."""
 
     def nan(array: Array, axis: int) -> Array:

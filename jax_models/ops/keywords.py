@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-ANSWERS: list[tuple[str, tuple[str, ...]]] = [
+SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     # sizes
     ("input_size input_dim", ("in_features", "features")),
     ("in_features embed_dim d_model n_embd in_channels num_features", ("features", "in_features")),
@@ -176,7 +176,9 @@ def refuse_unknown(
         name, count = f"{type(args[0]).__name__}{method}", count - 1
     unknown = [k for k in kwargs if k not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in known.values():
-        raise TypeError(f"{name}: " + "; ".join(_answer(k, [*known]) for k in unknown)) from None
+        raise TypeError(
+            f"{name}: " + "; ".join(_suggestion(k, [*known]) for k in unknown)
+        ) from None
     positional = [k for k, kind in known.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in known.values():
         others = [k for k in known if k not in positional]
@@ -187,14 +189,14 @@ def refuse_unknown(
         ) from None
 
 
-_ANSWERS = {name: answers for names, answers in ANSWERS for name in names.split()}
+_SUGGESTIONS = {name: answers for names, answers in SUGGESTIONS for name in names.split()}
 
 
-def _answer(name: str, known: list[str]) -> str:
+def _suggestion(name: str, known: list[str]) -> str:
     similar = difflib.get_close_matches(name, known, 1, cutoff=0.75) or [
         ours for ours in known if ours.startswith(f"{name}_")
     ]
-    for answer in (*_ANSWERS.get(name, ()), *similar):
+    for answer in (*_SUGGESTIONS.get(name, ()), *similar):
         ours, _, hint = answer.partition(": ")
         if ours in known:
             return f"{name}: no such argument; {hint or f'did you mean {ours}?'}"

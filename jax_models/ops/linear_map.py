@@ -97,9 +97,9 @@ def _jvp(primals, tangents, *, map: _Map):
     moving = [i for i, t in enumerate(residual_tangents) if type(t) is not ad.Zero]
     if moving:
 
-        def of_moving(*some):
+        def of_moving(*values):
             leaves = list(residuals)
-            for i, residual in zip(moving, some, strict=True):
+            for i, residual in zip(moving, values, strict=True):
                 leaves[i] = residual
             return map(*leaves, *x)
 

@@ -133,7 +133,7 @@ def _tangent(method: LinearRecurrenceMethod, reverse: bool, residuals, tangents)
 def _gradient(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradient):
     """The transpose of `_tangent`: the recurrence in the other direction."""
     a, h, h0 = residuals
-    g = _ahead(method, not reverse, a, h_gradient)
+    g = _shifted_recurrence(method, not reverse, a, h_gradient)
     first = -1 if reverse else 0
     h0_gradient = advance(a[:, first].astype(g.dtype), g[:, first], 0)
     a_gradient = g * _before(h, h0, reverse)
@@ -141,12 +141,12 @@ def _gradient(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradie
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _ahead(method: LinearRecurrenceMethod, reverse: bool, a, b):
+def _shifted_recurrence(method: LinearRecurrenceMethod, reverse: bool, a, b):
     """The recurrence from zero whose step t is multiplied by a_{t−1} instead of a_t."""
-    return solve(method, a, b, jnp.zeros_like(b[:, 0]), reverse=reverse, ahead=True)
+    return solve(method, a, b, jnp.zeros_like(b[:, 0]), reverse=reverse, shifted=True)
 
 
-@_ahead.defjvp
+@_shifted_recurrence.defjvp
 def _ahead_jvp(method: LinearRecurrenceMethod, reverse: bool, primals, tangents):
     def with_factors_moved(a, b):
         a = jnp.roll(a, -1 if reverse else 1, axis=1)

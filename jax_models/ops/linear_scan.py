@@ -19,15 +19,15 @@ LinearRecurrenceMethod = Literal[
     "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"
 ]
 
-BUSY, ENOUGH, SHORTEST = 2**15, 2**14, 32
-"""Limits measured on an H100. If rows × features is at least ENOUGH, one scan makes full use of its
-memory bandwidth. Otherwise time is divided into chunks of at least SHORTEST steps, until about BUSY
-features run in parallel.
+TARGET_PARALLEL, MIN_PARALLEL, MIN_CHUNK = 2**15, 2**14, 32
+"""Limits measured on an H100. If rows × features is at least MIN_PARALLEL, one scan makes full use
+of its memory bandwidth. Otherwise time is divided into chunks of at least MIN_CHUNK steps, until
+about TARGET_PARALLEL features run in parallel.
 """
 
 
-def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
-    """Returns all h. With `ahead`, step t uses the factor of the step before it in the scan.
+def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, shifted: bool = False):
+    """Returns all h. With `shifted`, step t uses the factor of the step before it in the scan.
 
     The first step then has no factor. It needs none, because h0 is zero. With a symbolic number of
     steps, "auto" is sequential, because an associative scan needs to know the number.
@@ -37,13 +37,13 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
     # Choose the method by platform. Only the one that runs is traced.
     if method == "auto":
         forms = {
-            "cpu": partial(solve, "sequential", reverse=reverse, ahead=ahead),
-            "default": partial(solve, "associative", reverse=reverse, ahead=ahead),
+            "cpu": partial(solve, "sequential", reverse=reverse, shifted=shifted),
+            "default": partial(solve, "associative", reverse=reverse, shifted=shifted),
         }
         if not jnp.iscomplexobj(h0):
-            fallback = _without_kernel(reverse, ahead)
-            forms["tpu"] = partial(_in_kernel, fallback, reverse=reverse, ahead=ahead)
-            if known_size(*a.shape) >= SHORTEST * ENOUGH:
+            fallback = _without_kernel(reverse, shifted)
+            forms["tpu"] = partial(_in_kernel, fallback, reverse=reverse, shifted=shifted)
+            if known_size(*a.shape) >= MIN_CHUNK * MIN_PARALLEL:
                 forms["cuda"] = forms["tpu"]
         return by_platform(a, b, h0, **forms)
     # If the caller asks for a kernel by name, there is no fallback.
@@ -53,17 +53,17 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
                 f'method: expected "auto" or "associative" for complex numbers, which the kernel '
                 f"does not have, got {method!r}"
             )
-        options = {"reverse": reverse, "ahead": ahead, "interpret": KERNEL_METHODS[method]}
+        options = {"reverse": reverse, "shifted": shifted, "interpret": KERNEL_METHODS[method]}
         return _in_kernel(None, a, b, h0, **options)
     a, b = a.astype(h0.dtype), b.astype(h0.dtype)
     if method == "sequential":
-        return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
+        return _sequential(a, b, h0, reverse=reverse, shifted=shifted)
     if method == "chunked":
         count = math.isqrt(a.shape[1] - 1) + 1
-        return _in_chunks(_scan_rows, count, a, b, h0, reverse=reverse, ahead=ahead)
+        return _in_chunks(_scan_rows, count, a, b, h0, reverse=reverse, shifted=shifted)
     # The associative scan runs in one direction, so factors are shifted and time is reversed around
     # it.
-    if ahead:
+    if shifted:
         first = jnp.zeros_like(a[:, :1])  # not the factor at the other end, which may be NaN
         parts = [a[:, 1:], first] if reverse else [first, a[:, :-1]]
         a = jnp.concatenate(parts, axis=1)
@@ -73,10 +73,10 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
     return jnp.flip(h, axis=1) if reverse else h
 
 
-def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
+def _sequential(a, b, h0, *, reverse: bool, shifted: bool):
     """Runs one step after the other, and writes each h_t in the place of its b_t."""
     time = a.shape[1]
-    behind = (1 if reverse else -1) if ahead else 0
+    behind = (1 if reverse else -1) if shifted else 0
 
     def step(i, carry):
         h, hs = carry
@@ -89,8 +89,8 @@ def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
     return lax.fori_loop(0, time, step, (h0, b))[1]
 
 
-def _in_kernel(fallback, a, b, h0, *, reverse: bool, ahead: bool, interpret: bool = False):
-    step = _step_ahead if ahead else _step
+def _in_kernel(fallback, a, b, h0, *, reverse: bool, shifted: bool, interpret: bool = False):
+    step = _shifted_step if shifted else _step
     options = {"outputs": 1, "reverse": reverse, "interpret": interpret, "fallback": fallback}
     (h,), _ = _by_kernel(step, (h0,), (a, b), **options)
     return h
@@ -100,12 +100,12 @@ def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
     """Runs the GPU's kernel, over chunks of time if the rows are too few to keep a GPU busy."""
     (a, b), (h0,) = xs, start
     batch, time, features = a.shape
-    count = min(BUSY // (batch * features), time // SHORTEST)
-    if count < 2 or batch * features >= ENOUGH:
+    count = min(TARGET_PARALLEL // (batch * features), time // MIN_CHUNK)
+    if count < 2 or batch * features >= MIN_PARALLEL:
         return row_scan_gpu.row_scan(step, start, xs, outputs=outputs, reverse=reverse)
-    scan, ahead = row_scan_gpu.row_scan, step is _step_ahead
-    h = _in_chunks(scan, count, a, b, h0, reverse=reverse, ahead=ahead)
-    return [h], [h[:, 0 if reverse else -1]]  # with `ahead`, the last state is not used
+    scan, shifted = row_scan_gpu.row_scan, step is _shifted_step
+    h = _in_chunks(scan, count, a, b, h0, reverse=reverse, shifted=shifted)
+    return [h], [h[:, 0 if reverse else -1]]  # with `shifted`, the last state is not used
 
 
 def _step(state, a, b):
@@ -114,7 +114,7 @@ def _step(state, a, b):
     return (h,), (h,)
 
 
-def _step_ahead(state, a, b):
+def _shifted_step(state, a, b):
     """Carries the product of h and its factor, which the next step adds to its input."""
     (carried,) = state
     h = carried + b
@@ -127,7 +127,7 @@ def _map(state, a, b):
     return (advance(a, p, 0), advance(a, e, b)), ()
 
 
-def _map_ahead(state, a, b):
+def _shifted_map(state, a, b):
     p, e = state
     return (advance(a, p, 0), advance(a, e + b, 0)), ()
 
@@ -138,19 +138,19 @@ _by_kernel = DeviceScan(
     gpu=_scan_gpu,
     shapes=shapes,
     axis_of_rows=lambda _: 0,
-    instead="associative",
+    alternative="associative",
 )
 
 
 @cache
-def _without_kernel(reverse: bool, ahead: bool):
+def _without_kernel(reverse: bool, shifted: bool):
     """Returns a fallback of `row_scan` by the associative method."""
 
     def scan(start, xs):
-        h = solve("associative", *xs, *start, reverse=reverse, ahead=ahead)
+        h = solve("associative", *xs, *start, reverse=reverse, shifted=shifted)
         end = 0 if reverse else -1
         last = h[:, end]
-        return [h], [advance(xs[0][:, end].astype(h.dtype), last, 0) if ahead else last]
+        return [h], [advance(xs[0][:, end].astype(h.dtype), last, 0) if shifted else last]
 
     return scan
 
@@ -179,7 +179,7 @@ def _scan_rows(step, start, xs, *, outputs: int, reverse: bool):
     return [jnp.moveaxis(y, 0, 1) for y in ys], last
 
 
-def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, ahead: bool):
+def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, shifted: bool):
     """Runs chunks of time in parallel, as separate rows.
 
     The first scan finds the map `h ↦ P h + E` from the state before each chunk to the state after
@@ -192,7 +192,7 @@ def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, ahead: bool):
         a = jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=1)
         b = jnp.pad(b, ((0, 0), (0, padding), (0, 0)))
     a, b = (x.reshape(batch * count, size, features) for x in (a, b))
-    step, maps = (_step_ahead, _map_ahead) if ahead else (_step, _map)
+    step, maps = (_shifted_step, _shifted_map) if shifted else (_step, _map)
     identity = [jnp.full((batch * count, features), x, h0.dtype) for x in (1, 0)]
     one, zero, a, b, h0 = match_varying_axes((*identity, a, b, h0))
     _, (p, e) = scan(maps, (one, zero), (a, b), outputs=0, reverse=reverse)

@@ -189,17 +189,17 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
     unknown = is_symbolic_dim(signals[0].size)
     chunks = -(-signals[0].size * signals[0].dtype.itemsize // CHUNK_BYTES)
     if unknown or time >= LOOP_BELOW or chunks <= FEATURE_PARTS:
-        return _side_by_side(of_part, signals, max(min(FEATURE_PARTS, features), 1))
-    return _in_turn(of_part, signals, -(-features // chunks))
+        return _in_parallel(of_part, signals, max(min(FEATURE_PARTS, features), 1))
+    return _feature_loop(of_part, signals, -(-features // chunks))
 
 
-def _side_by_side(of_part, signals: Signals, count: int) -> Signals:
+def _in_parallel(of_part, signals: Signals, count: int) -> Signals:
     """Applies `of_part` to `count` parts of the features in parallel."""
     parts = zip(*(jnp.array_split(x, count, axis=1) for x in signals), strict=True)
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*starmap(of_part, parts), strict=True))
 
 
-def _in_turn(of_part, signals: Signals, size: int) -> Signals:
+def _feature_loop(of_part, signals: Signals, size: int) -> Signals:
     """Applies `of_part` to `size` features at a time, in a loop."""
     features = signals[0].shape[1]
 

@@ -16,7 +16,7 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
-from jax_models.ops.time_axis import of_device_before
+from jax_models.ops.time_axis import from_device_before
 from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 32
@@ -86,7 +86,7 @@ def modal_conv(
         y, last = _chunked(u, start, poles, residues, skip, rows)
     else:
         y, last = _modal_conv(*match_varying_axes((u, start, poles, residues, skip, rows)))
-    return y.astype(v.dtype), ModalConvState(_parts(last))
+    return y.astype(v.dtype), ModalConvState(_real_and_imag(last))
 
 
 @jax.custom_jvp
@@ -144,10 +144,10 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     y = _einsum("bkid,ijd->bkjd", chunks, own)
 
     # The states at the ends of whole chunks are a linear recurrence with the powers of the poles.
-    given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _parts(powers[size - 1 :: -1]))
+    given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _real_and_imag(powers[size - 1 :: -1]))
     of_chunks = None if rows.lengths is None else rows.lengths // size
     ends, last = linear_recurrence(
-        _spread(powers[size], batch, full),
+        _repeat_poles(powers[size], batch, full),
         lax.complex(given[..., 0], given[..., 1]).reshape(batch, full, poles.size),
         start.reshape(batch, poles.size),
         rows=Rows.of(full, of_chunks, rows.reset, rows.time_axis),
@@ -155,12 +155,14 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     # Add the contribution of the state before each chunk to its outputs.
     first = start.reshape(batch, 1, poles.size)
     if rows.time_axis is not None:
-        first = of_device_before(ends[:, -1:], first, rows.time_axis)
+        first = from_device_before(ends[:, -1:], first, rows.time_axis)
     before = jnp.concatenate([first, ends], axis=1)[:, :count]
     if rows.reset is not None:
         before = jnp.where(rows.reset[..., None], 0, before)
-    before = _parts(before.reshape(batch, count, *poles.shape))
-    y = y + _einsum("bkdnc,jdnc->bkjd", before, _parts((residues[None] * powers[1:]).conj()))
+    before = _real_and_imag(before.reshape(batch, count, *poles.shape))
+    y = y + _einsum(
+        "bkdnc,jdnc->bkjd", before, _real_and_imag((residues[None] * powers[1:]).conj())
+    )
 
     # A row may end inside a chunk, so run the steps of its last chunk from the state before them.
     if size > 1 and (rows.lengths is not None or full < count):
@@ -168,7 +170,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
         at = jnp.minimum(steps // size, count - 1)[:, None, None, None]
         rest = jnp.take_along_axis(chunks, at, axis=1)[:, 0, :, :, None]
         _, last = linear_recurrence(
-            _spread(poles, batch, size),
+            _repeat_poles(poles, batch, size),
             jnp.broadcast_to(rest, (batch, size, *poles.shape)).reshape(batch, size, poles.size),
             last,
             rows=Rows.of(size, steps % size),
@@ -199,10 +201,10 @@ def _powers(
     return jnp.cumprod(jnp.concatenate([jnp.ones_like(poles)[None], factors]), axis=0)
 
 
-def _spread(poles: Complex[Array, "features modes"], batch: int, steps: int) -> Array:
+def _repeat_poles(poles: Complex[Array, "features modes"], batch: int, steps: int) -> Array:
     """Repeats the factors for each step of a `linear_recurrence`."""
     return jnp.broadcast_to(poles.reshape(-1), (batch, steps, poles.size))
 
 
-def _parts(z: Complex[Array, "..."]) -> Float[Array, "... 2"]:
+def _real_and_imag(z: Complex[Array, "..."]) -> Float[Array, "... 2"]:
     return jnp.stack([z.real, z.imag], axis=-1)

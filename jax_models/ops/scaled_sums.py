@@ -5,19 +5,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-NEVER = -1e38
+EMPTY_EXPONENT = -1e38
 """The exponent of an empty sum in a `WKVState`."""
 
 
 class WKVState(NamedTuple):
-    """The sums so far, `exp(max) · num` and `exp(max) · den`. Empty sums are (0, 0, NEVER)."""
+    """The sums so far, `exp(max) · num` and `exp(max) · den`.
+
+    Empty sums are (0, 0, EMPTY_EXPONENT).
+    """
 
     num: Float[Array, "batch features"]
     den: Float[Array, "batch features"]
     max: Float[Array, "batch features"]
 
 
-def like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
+def broadcast_like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
     return jnp.broadcast_to(x, like.shape)
 
 
@@ -40,20 +43,20 @@ def empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
 
 def advance(decay, before: WKVState, now: WKVState) -> WKVState:
     """Computes `exp(−decay) S + step`."""
-    return add(aged(before, decay), now)
+    return add(decayed(before, decay), now)
 
 
-def aged(sums: WKVState, decay) -> WKVState:
-    return sums._replace(max=jnp.minimum(sums.max - decay, largest(sums.max.dtype)))
+def decayed(sums: WKVState, decay) -> WKVState:
+    return sums._replace(max=jnp.minimum(sums.max - decay, largest_number(sums.max.dtype)))
 
 
-def largest(dtype) -> float:
+def largest_number(dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def finite(x):
+def clip_to_finite(x):
     """Clips a sum of exponents that overflows to the dtype's largest number or its negative."""
-    return jnp.clip(x, -largest(x.dtype), largest(x.dtype))
+    return jnp.clip(x, -largest_number(x.dtype), largest_number(x.dtype))
 
 
 def step_sums(k, v) -> WKVState:
@@ -61,7 +64,9 @@ def step_sums(k, v) -> WKVState:
     return WKVState(v, jnp.ones_like(v), k)
 
 
-def step_or_nothing(k, v) -> WKVState:
+def step_sums_or_empty(k, v) -> WKVState:
     """The contribution of a step to the sums, which is empty where k is −∞, as in padding."""
     nothing = k == -jnp.inf
-    return WKVState(jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), finite(k))
+    return WKVState(
+        jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), clip_to_finite(k)
+    )

@@ -40,7 +40,7 @@ def states_between(
     return jax.tree.map(lambda x: x[lax.axis_index(time_axis)], before), end
 
 
-def of_device_before(x: Array, first: Array, time_axis: str) -> Array:
+def from_device_before(x: Array, first: Array, time_axis: str) -> Array:
     """Returns the x of the device before this one, or `first` on the first device."""
     size = lax.axis_size(time_axis)
     x = lax.ppermute(x, time_axis, [(i, i + 1) for i in range(size - 1)])

@@ -19,15 +19,15 @@ from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.rows import DividedMasks, given_rows
 from jax_models.ops.scaled_sums import (
-    NEVER,
+    EMPTY_EXPONENT,
     WKVState,
     add,
     advance,
+    broadcast_like,
+    clip_to_finite,
     empty_where,
-    finite,
-    like,
-    step_or_nothing,
     step_sums,
+    step_sums_or_empty,
 )
 from jax_models.ops.time_axis import states_between
 from jax_models.ops.varying import match_varying_axes
@@ -44,7 +44,7 @@ least MANY and the total number of elements at least LARGE.
 @checked({int: checked_count})
 def empty_wkv_state(batch_size: int, features: int, dtype: FloatingDtype) -> WKVState:
     """The state before the first step."""
-    return WKVState(*(jnp.full((batch_size, features), x, dtype) for x in (0, 0, NEVER)))
+    return WKVState(*(jnp.full((batch_size, features), x, dtype) for x in (0, 0, EMPTY_EXPONENT)))
 
 
 @checked()
@@ -117,21 +117,21 @@ def wkv(
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
     last = None
     if rows.time_axis is not None:
-        state, last = _between(method, rows.time_axis, w, u, k, v, state, rows.reset)
+        state, last = _device_sums(method, rows.time_axis, w, u, k, v, state, rows.reset)
     y, own_last = _compiled(
         method, *match_varying_axes((w, u, k, v, state, rows.active, rows.reset))
     )
     last = own_last if last is None else last
-    return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
+    return y, last._replace(max=jnp.where(last.den == 0, EMPTY_EXPONENT, last.max))
 
 
-def _between(
+def _device_sums(
     method: WKVMethod, time_axis: str, w, u, k, v, start: WKVState, restart
 ) -> tuple[WKVState, WKVState]:
     """Returns the sums before this device's steps, and the sums after the steps of all devices."""
     empty = empty_where(jnp.array(True), start)
     _, sums = _compiled(method, *match_varying_axes((w, u, k, v, empty, None, restart)))
-    decay = like(w * k.shape[1], sums.max)
+    decay = broadcast_like(w * k.shape[1], sums.max)
     if restart is not None:
         decay = jnp.where(restart.any(axis=1)[:, None], jnp.inf, decay)
 
@@ -161,7 +161,7 @@ _compiled = jax.jit(_wkv, static_argnums=0)
 
 def _average(u, before: WKVState, now: WKVState):
     """Computes y as the quotient of the sums before a step plus the step with its bonus."""
-    both = add(before, now._replace(max=finite(now.max + like(u, now.max))))
+    both = add(before, now._replace(max=clip_to_finite(now.max + broadcast_like(u, now.max))))
     return both.num / both.den
 
 
@@ -220,7 +220,7 @@ def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
             outputs,
             output(u, before, now),
         )
-        after = advance(like(w, before.max), before, now)
+        after = advance(broadcast_like(w, before.max), before, now)
         if active is not None:
             after = jax.tree.map(lambda a, b: jnp.where(is_active[:, None], a, b), after, before)
         return after, outputs
@@ -242,7 +242,7 @@ def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
 
 def _masked(w, k, v, active, reset):
     """Returns decays, keys and values with which padding adds nothing and a reset forgets all."""
-    decay = like(w, k[:1])
+    decay = broadcast_like(w, k[:1])
     if active is not None:
         active = active[..., None]
         decay = jnp.where(active, decay, 0)
@@ -259,10 +259,10 @@ def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
         (x_decay, x), (y_decay, y) = x, y
         x = empty_where(y_decay == jnp.inf, x)
         forgets = (x_decay == jnp.inf) | (y_decay == jnp.inf)
-        decay = jnp.where(forgets, jnp.inf, finite(x_decay + y_decay))
+        decay = jnp.where(forgets, jnp.inf, clip_to_finite(x_decay + y_decay))
         return decay, advance(y_decay, x, y)
 
-    sums = lax.associative_scan(combine, (decay, step_or_nothing(k, v)), axis=1)
+    sums = lax.associative_scan(combine, (decay, step_sums_or_empty(k, v)), axis=1)
     first = jax.tree.map(lambda s: s[:, None], start)
     _, after = combine((jnp.zeros_like(first.max), first), sums)
     before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
@@ -276,8 +276,8 @@ def _in_kernel(scan, output: Output, w, u, k, v, start: WKVState, active, reset)
     xs = [k, v]
     if active is not None or reset is not None:
         decay, k, v = _masked(w, k.astype(w.dtype), v.astype(w.dtype), active, reset)
-        xs = [k, v, like(decay, k)]
-    rows = [*start, like(w, start.max), like(u, start.max)]
+        xs = [k, v, broadcast_like(decay, k)]
+    rows = [*start, broadcast_like(w, start.max), broadcast_like(u, start.max)]
     shape = jax.eval_shape(output, rows[-1], start, start)
     ys, last = scan(_kernel_step(output), rows, xs, outputs=len(jax.tree.leaves(shape)))
     if active is not None:  # before the first active step, y would be 0 / 0
@@ -295,7 +295,7 @@ def _kernel_step(output: Output):
         [decay] = decays or [w]
         if decays:
             before = empty_where(decay == jnp.inf, before)
-        now = step_or_nothing(k, v)
+        now = step_sums_or_empty(k, v)
         return (*advance(decay, before, now), w, u), jax.tree.leaves(output(u, before, now))
 
     return step
@@ -307,7 +307,7 @@ def _without_kernel(output: Output):
 
     def sums(start, xs):
         (*rows, w, u), (k, v, *decays) = start, xs
-        [decay] = decays or [like(w[:, None], k)]
+        [decay] = decays or [broadcast_like(w[:, None], k)]
         before, last = _tree(decay, k, v, WKVState(*rows), decay == jnp.inf if decays else None)
         return jax.tree.leaves(output(u[:, None], before, step_sums(k, v))), [*last, w, u]
 

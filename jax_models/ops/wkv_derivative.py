@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
-from jax_models.ops.scaled_sums import WKVState, add, aged, finite, like
+from jax_models.ops.scaled_sums import WKVState, add, broadcast_like, clip_to_finite, decayed
 
 
 class Residuals(NamedTuple):
@@ -25,7 +25,7 @@ class Residuals(NamedTuple):
     """The sums after the last step, (batch, features)."""
     active: Bool[Array, "batch time"] | None
 
-    def wide(self) -> "Residuals":
+    def cast_inputs(self) -> "Residuals":
         """Casts the keys and values to the dtype of the sums."""
         return self._replace(k=self.k.astype(self.w.dtype), v=self.v.astype(self.w.dtype))
 
@@ -33,7 +33,7 @@ class Residuals(NamedTuple):
         """Returns x, with another value in the padding."""
         return x if self.active is None else jnp.where(self.active[..., None], x, otherwise)
 
-    def carried(self, x):
+    def zero_where_empty(self, x):
         """Returns x, with 0 where the sums are empty: no NaN may reach the document before."""
         return jnp.where(self.before.den == 0, 0, x)
 
@@ -45,17 +45,17 @@ class Residuals(NamedTuple):
         exactly 1 rather than the result of a rounded difference.
         """
         w, u, k, v, _, before, last, _ = self
-        max_after = finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
+        max_after = clip_to_finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
         new_is_larger = self.where_active((k >= max_after) | (before.den == 0), False)
-        max_aged = aged(before, like(w, k)).max
-        bonus = finite(k + like(u, k))
+        max_aged = decayed(before, broadcast_like(w, k)).max
+        bonus = clip_to_finite(k + broadcast_like(u, k))
         weighted = add(before, WKVState(v, jnp.ones_like(v), bonus))
         share = self.where_active(jnp.exp(bonus - weighted.max) / weighted.den)
-        past_share = self.carried(jnp.exp(before.max - weighted.max) / weighted.den)
+        past_share = self.zero_where_empty(jnp.exp(before.max - weighted.max) / weighted.den)
         past_share = self.where_active(past_share)
         return Factors(
             new_is_larger,
-            jnp.where(new_is_larger, self.carried(_exp(max_aged - max_after)), 1),
+            jnp.where(new_is_larger, self.zero_where_empty(_exp(max_aged - max_after)), 1),
             self.where_active(_exp(k - max_after)),
             share,
             past_share,
@@ -84,9 +84,9 @@ class Factors(NamedTuple):
 
 def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     """Computes the forward-mode derivative by linear recurrences, scaled by the maxima."""
-    _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+    _, _, k, v, y, before, _, _ = residuals = residuals.cast_inputs()
     d_w, d_u, d_k, d_v, d_state = tangents
-    d_w, d_u = like(d_w, k), like(d_u, k)
+    d_w, d_u = broadcast_like(d_w, k), broadcast_like(d_u, k)
     d_k, d_v = d_k.astype(k.dtype), d_v.astype(k.dtype)
     factors = residuals.factors()
     through = partial(linear_recurrence, method=method)
@@ -120,7 +120,7 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
 def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
     """The transpose of `tangent`."""
     inputs_dtype = residuals.k.dtype
-    _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+    _, _, k, v, y, before, _, _ = residuals = residuals.cast_inputs()
     y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
     # Factors, k, v, y and their gradients are (batch, time, features).
     factors = residuals.factors()
@@ -128,10 +128,10 @@ def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
 
     # Compute the gradients of num and den, (2, batch, time, features), from the last step to the
     # first.
-    then = residuals.carried(factors.past_share * y_gradient)
+    then = residuals.zero_where_empty(factors.past_share * y_gradient)
     end = jnp.stack(last_gradient[:2])  # (2, batch, features)
     sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
-        factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
+        factors.decay, jnp.stack([then, residuals.zero_where_empty(-then * y)]), end
     )
     num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)  # after each step
 
@@ -144,7 +144,7 @@ def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
     smaller = jnp.where(factors.new_is_larger, of_old, -of_new)
     exponent, first_exponent = through(
         jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
-        residuals.carried(smaller - u_gradient),
+        residuals.zero_where_empty(smaller - u_gradient),
         last_gradient.max,
     )
     exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)

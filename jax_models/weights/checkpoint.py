@@ -23,10 +23,10 @@ from jax_models.weights.stored import StoredArray, dtype_of
 SAFETENSORS, TORCH = (".safetensors",), (".pth", ".pt", ".bin", ".ckpt")
 INDEX = "*.index.json"
 CONFIG = "config.json"
-OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-OF_MODEL = ("state_dict", "model_state_dict", "model")
+ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+MODEL_ENTRIES = ("state_dict", "model_state_dict", "model")
 """The names that training programs give to the entry with the model's weights."""
-SHORT = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
+DTYPE_NAMES = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
 """The names of dtypes in safetensors, without their number of bits."""
 
 
@@ -56,10 +56,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if path.is_file():
         return Checkpoint(weights_in(path), None)
     config = json_object(path / CONFIG) if (path / CONFIG).exists() else None
-    if any((path / name).exists() for name in OF_ORBAX):
+    if any((path / name).exists() for name in ORBAX_FILES):
         return Checkpoint(_orbax_weights(path), config)
     weights: dict[str, StoredArray] = {}
-    for file, keys in _parts(path).items():
+    for file, keys in _weight_files(path).items():
         found = weights_in(file)
         if missing := [key for key in keys or () if key not in found]:
             raise ValueError(f"{file.name}: no {missing[0]}, which the index says it has")
@@ -96,7 +96,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _parts(folder: Path) -> dict[Path, list[str] | None]:
+def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """The files with the weights of a folder, each with its keys according to the index file."""
     indices = sorted(folder.glob(INDEX))
     if len(indices) == 1:
@@ -148,7 +148,7 @@ def _safetensors_weights(path: Path) -> dict[str, StoredArray]:
 def _dtype(path: Path, key: str, name: str) -> np.dtype:
     kind, bits, rest = re.fullmatch(r"([A-Z]+)(\d*)(.*)", name).groups()  # pyright: ignore
     try:
-        return jnp.dtype(f"{SHORT[kind]}{bits}{rest.lower()}")
+        return jnp.dtype(f"{DTYPE_NAMES[kind]}{bits}{rest.lower()}")
     except (KeyError, TypeError):
         raise ValueError(f"{path.name}: {key}: expected floating numbers, got {name}") from None
 
@@ -184,18 +184,18 @@ def _read(
 def _torch_weights(path: Path) -> dict[str, StoredArray]:
     """Opens a file of torch.save. Files from before PyTorch 1.6 are read as a whole."""
     if not zipfile.is_zipfile(path):
-        return {**_of_model(read_pth(path))}
+        return {**_model_entry(read_pth(path))}
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
         raise ImportError(f"{path.name} needs PyTorch: pip install torch") from None
     with FakeTensorMode():  # tensors without values that know their place in the file
-        return {key: _stored(path, value) for key, value in _of_model(read_pth(path)).items()}
+        return {key: _stored(path, value) for key, value in _model_entry(read_pth(path)).items()}
 
 
-def _of_model(content: dict[str, Any]) -> Mapping[str, Any]:
+def _model_entry(content: dict[str, Any]) -> Mapping[str, Any]:
     """Returns the model's weights, which training programs save in an entry beside other data."""
-    entries = (content[name] for name in OF_MODEL if isinstance(content.get(name), Mapping))
+    entries = (content[name] for name in MODEL_ENTRIES if isinstance(content.get(name), Mapping))
     return next(entries, content)
 
 

@@ -97,7 +97,7 @@ def _is_compressed(file: BinaryIO) -> bool:
         file.seek(0)
 
 
-class _LeftOut:
+class _DroppedObject:
     """Stands in for an object whose content is dropped and whose code does not run."""
 
     def __new__(cls, *args):
@@ -105,14 +105,14 @@ class _LeftOut:
 
 
 def _settings(file: BinaryIO) -> list[Any]:
-    """The classes in a file whose objects are replaced with `_LeftOut`."""
+    """The classes in a file whose objects are replaced with `_DroppedObject`."""
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
     is_archive = zipfile.is_zipfile(file)
     file.seek(0)
     names = get_unsafe_globals_in_checkpoint(file) if is_archive else []
     file.seek(0)
-    return [(_LeftOut, name) for name in names if SETTINGS.match(name)]
+    return [(_DroppedObject, name) for name in names if SETTINGS.match(name)]
 
 
 def _damage(file: BinaryIO) -> str | None:

@@ -59,7 +59,7 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-class Place(NamedTuple):
+class KeysFound(NamedTuple):
     """A part of a `state_dict` that has many keys of a layout, all under one prefix."""
 
     name: str
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     num_keys: int
 
 
-def elsewhere(
+def locate_keys(
     state_dict: Mapping[Any, Any],
     layouts: Collection[Collection[str]],
     misfit: Callable[[Mapping[Any, Any], str], str | None] | None = None,
@@ -81,7 +81,7 @@ def elsewhere(
     argument to pass instead. `misfit(entry, prefix)` describes a shape that does not fit there, or
     returns None. Only places where all shapes fit are proposed.
     """
-    places = [*_places(state_dict, layouts)]
+    places = [*_find_keys(state_dict, layouts)]
     faults = [misfit and misfit(place.entry, place.prefix) for place in places]
     fitting = [place for place, fault in zip(places, faults, strict=True) if not fault]
     if not places:
@@ -89,32 +89,32 @@ def elsewhere(
     # If several prefixes fit in one entry, propose those with the most keys.
     place = (fitting or places)[0]
     same = [p for p in fitting or places if p.prefix and p.code == place.code]
-    most = max((p.num_keys for p in same), default=0)
-    prefixes = [*dict.fromkeys(p.prefix for p in same if p.num_keys == most)]
+    most_keys = max((p.num_keys for p in same), default=0)
+    prefixes = [*dict.fromkeys(p.prefix for p in same if p.num_keys == most_keys)]
     names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
     where = f"under {names}" if place.prefix else f'in the entry "{place.name}"'
     if not fitting:
         return f"its keys are {where}, but their shapes do not fit: {next(filter(None, faults))}"
     if not place.prefix:
-        give = place.code
+        code = place.code
     elif misfit:
-        give = _as_argument(prefixes, place.code)
+        code = _prefix_argument(prefixes, place.code)
     else:
-        give = _without(prefixes, [*filter(_is_key, place.entry)], place.code)
-    return f"its weights are {where}: give {give}"
+        code = _code_without_prefix(prefixes, [*filter(_is_key, place.entry)], place.code)
+    return f"its weights are {where}: give {code}"
 
 
-def _places(
+def _find_keys(
     state_dict: Mapping[Any, Any], layouts: Collection[Collection[str]], code: str = "state_dict"
-) -> Iterator[Place]:
+) -> Iterator[KeysFound]:
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):
             continue
         inside = f'{code}["{name}"]'
         counts = [sum(key in entry for key in known) for known in layouts]
         if any(2 * count >= len(known) for count, known in zip(counts, layouts, strict=True)):
-            yield Place(name, inside, entry, "", max(counts))
-        yield from _places(entry, layouts, inside)
+            yield KeysFound(name, inside, entry, "", max(counts))
+        yield from _find_keys(entry, layouts, inside)
     for known in layouts:
         counts = Counter(
             key[: dot.end()]
@@ -124,20 +124,20 @@ def _places(
         )
         for prefix, count in counts.items():
             if 2 * count >= len(known):
-                yield Place("", code, state_dict, prefix, count)
+                yield KeysFound("", code, state_dict, prefix, count)
 
 
 def _is_key(key: Any) -> bool:
     return isinstance(key, str)
 
 
-def _as_argument(prefixes: list[str], code: str) -> str:
+def _prefix_argument(prefixes: list[str], code: str) -> str:
     few = " or ".join(f'prefix="{prefix}"' for prefix in prefixes[:4])
     entry = "" if code == "state_dict" else f"{code} and "
     return f"{entry}{few}{' or …' if len(prefixes) > 4 else ''}"
 
 
-def _without(prefixes: list[str], keys: list[str], code: str) -> str:
+def _code_without_prefix(prefixes: list[str], keys: list[str], code: str) -> str:
     first = prefixes[0]
     only = "" if all(key.startswith(first) for key in keys) else f' if k.startswith("{first}")'
     return f'{{k.removeprefix("{first}"): v for k, v in {code}.items(){only}}}'

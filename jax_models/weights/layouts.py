@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights.constant import Constant
-from jax_models.weights.keys import elsewhere, joined, lines
-from jax_models.weights.rows import Weight, at
+from jax_models.weights.keys import joined, lines, locate_keys
+from jax_models.weights.rows import Weight, join
 from jax_models.weights.tables import Layouts, Table, nested
 
 
@@ -105,7 +105,7 @@ def _layouts(layer: Any) -> Layouts:
 
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
     """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
-    start = at(place, "")
+    start = join(place, "")
     keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
@@ -113,7 +113,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         return best
     if not state_dict:
         raise ValueError("state_dict: it has no keys")
-    if found := elsewhere(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
+    if found := locate_keys(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
     has = ", ".join(joined(sorted(map(str, state_dict))))

@@ -11,27 +11,54 @@ import numpy as np
 from jax.core import Tracer
 
 
-class Weight(NamedTuple):
+class _Row(NamedTuple):
+    """The fields of a `Weight`."""
+
+    params: tuple[str, ...]
+    keys: tuple[str, ...]
+    to_jax: Callable[..., tuple[Any, ...]]
+    to_torch: Callable[..., tuple[Any, ...]]
+    separate: bool
+    """Whether the parameters can be compared one by one. False if a key's array is their sum."""
+    exact: bool
+    """Whether export restores the keys' arrays exactly as they were imported."""
+    any_division: bool
+    """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
+    checks only their total size.
+    """
+
+
+class Weight(_Row):
     """A row of a table.
 
     `to_jax` receives the arrays of the keys and returns a tuple with the arrays of the parameters.
     `to_torch` receives the arrays of the parameters and returns a tuple with those of the keys.
     Both receive arrays of NumPy or JAX. A row without parameters names keys that the layer does not
     use, and that may be missing.
+
+    Raises:
+        TypeError: `separate`, `exact` or `any_division` is not a bool.
+
     """
 
-    params: tuple[str, ...]
-    keys: tuple[str, ...]
-    to_jax: Callable[..., tuple[Any, ...]]
-    to_torch: Callable[..., tuple[Any, ...]]
-    separate: bool = True
-    """Whether the parameters can be compared one by one. False if a key's array is their sum."""
-    exact: bool = True
-    """Whether export restores the keys' arrays exactly as they were imported."""
-    any_division: bool = False
-    """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
-    checks only their total size.
-    """
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        params: tuple[str, ...],
+        keys: tuple[str, ...],
+        to_jax: Callable[..., tuple[Any, ...]],
+        to_torch: Callable[..., tuple[Any, ...]],
+        separate: bool = True,
+        exact: bool = True,
+        any_division: bool = False,
+    ) -> "Weight":
+        """Makes a row from its fields."""
+        flags = {"separate": separate, "exact": exact, "any_division": any_division}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
+        return super().__new__(cls, params, keys, to_jax, to_torch, **flags)
 
 
 def same(param: str, key: str) -> Weight:
@@ -159,7 +186,7 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
     )
 
 
-def at(place: str, name: str) -> str:
+def join(place: str, name: str) -> str:
     """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
 

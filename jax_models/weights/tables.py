@@ -11,9 +11,9 @@ import numpy as np
 
 from jax_models.weights.rows import (
     Weight,
-    at,
     first_last,
     flipped,
+    join,
     last_first,
     namespace,
     parts,
@@ -33,7 +33,7 @@ def linear(
 ) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
     return _with_bias(
-        transposed(at(param, "kernel"), at(key, "weight")), param, key, bias, use_bias
+        transposed(join(param, "kernel"), join(key, "weight")), param, key, bias, use_bias
     )
 
 
@@ -53,9 +53,9 @@ def linear_general(
     """
     flat = (prod(in_shape), prod(out_shape))
     weight = reshaped(
-        transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
+        transposed(join(param, "kernel"), join(key, "weight")), (*in_shape, *out_shape), flat
     )
-    of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
+    of_bias = reshaped(same(join(param, "bias"), join(key, "bias")), out_shape, flat[1:])
     return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
 
 
@@ -78,13 +78,15 @@ def linear_of_image(
     def to_torch(a):
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
-    weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
+    weight = Weight((join(param, "kernel"),), (join(key, "weight"),), to_jax, to_torch)
     return _with_bias(weight, param, key, bias, use_bias)
 
 
 def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, with any number of groups."""
-    return _with_bias(flipped(at(param, "kernel"), at(key, "weight")), param, key, bias, use_bias)
+    return _with_bias(
+        flipped(join(param, "kernel"), join(key, "weight")), param, key, bias, use_bias
+    )
 
 
 def conv_transpose(
@@ -118,25 +120,25 @@ def conv_transpose(
         grouped = kernel.reshape(a.shape[-2], groups, -1, *a.shape[:-2]).swapaxes(0, 1)
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
-    weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
+    weight = Weight((join(param, "kernel"),), (join(key, "weight"),), to_jax, to_torch)
     return _with_bias(weight, param, key, bias, use_bias)
 
 
 def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias, use_bias)
+    return _with_bias(same(join(param, "kernel"), join(key, "kernel")), param, key, bias, use_bias)
 
 
 def layer_norm(
     param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
 ) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias, use_bias)
+    return _with_bias(same(join(param, "scale"), join(key, "weight")), param, key, bias, use_bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
     """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or another norm, whose scale is called `name`."""
-    return [same(at(param, "scale"), at(key, name))]
+    return [same(join(param, "scale"), join(key, name))]
 
 
 def group_norm(param: str, key: str) -> Table:
@@ -154,9 +156,9 @@ def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None =
     stats = param if stats is None else stats
     return [
         *(layer_norm(param, key) if affine else []),
-        same(at(stats, "mean"), at(key, "running_mean")),
-        same(at(stats, "var"), at(key, "running_var")),
-        unused(at(key, "num_batches_tracked"), np.zeros((), np.int64)),
+        same(join(stats, "mean"), join(key, "running_mean")),
+        same(join(stats, "var"), join(key, "running_var")),
+        unused(join(key, "num_batches_tracked"), np.zeros((), np.int64)),
     ]
 
 
@@ -178,28 +180,28 @@ def multi_head_attention(
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
-        [at(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
+        [join(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
     )
     # torch stores the three projections as one matrix, unless keys or values have another size.
     if kv_features is None:
-        weights = [_of_heads(parts(kernels, at(key, "in_proj_weight")), (features,), heads)]
+        weights = [_of_heads(parts(kernels, join(key, "in_proj_weight")), (features,), heads)]
     else:
         weights = [
             reshaped(
-                transposed(path, at(key, f"{name}_proj_weight")), (size, *heads), (size, features)
+                transposed(path, join(key, f"{name}_proj_weight")), (size, *heads), (size, features)
             )
             for path, name, size in zip(kernels, "qkv", sizes, strict=True)
         ]
     out = linear_general(
-        at(param, "out"),
-        at(key, "out_proj"),
+        join(param, "out"),
+        join(key, "out_proj"),
         in_shape=heads,
         out_shape=(features,),
         bias=bias,
         use_bias=use_bias,
     )
     if _has_bias(bias, use_bias):
-        weights.append(_of_heads(parts(biases, at(key, "in_proj_bias")), (), heads))
+        weights.append(_of_heads(parts(biases, join(key, "in_proj_bias")), (), heads))
     return [*weights, *out]
 
 
@@ -213,15 +215,15 @@ def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Wei
 
 def embedding(param: str, key: str) -> Table:
     """`nnx.Embed` and `torch.nn.Embedding`."""
-    return [same(at(param, "embedding"), at(key, "weight"))]
+    return [same(join(param, "embedding"), join(key, "weight"))]
 
 
 def nested(table: Table, param: str, key: str) -> Table:
     """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
     return [
         row._replace(
-            params=tuple(at(param, p) for p in row.params),
-            keys=tuple(at(key, k) for k in row.keys),
+            params=tuple(join(param, p) for p in row.params),
+            keys=tuple(join(key, k) for k in row.keys),
         )
         for row in table
     ]
@@ -230,7 +232,7 @@ def nested(table: Table, param: str, key: str) -> Table:
 def _with_bias(
     weight: Weight, param: str, key: str, bias: bool | None, use_bias: bool | None
 ) -> Table:
-    row = same(at(param, "bias"), at(key, "bias"))
+    row = same(join(param, "bias"), join(key, "bias"))
     return [weight, row] if _has_bias(bias, use_bias) else [weight]
 
 

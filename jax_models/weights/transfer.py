@@ -18,7 +18,7 @@ from jax_models.ops.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.keys import Fault, checked_mapping, joined, lines
 from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table
-from jax_models.weights.rows import Weight, at
+from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import Table
 
@@ -90,10 +90,10 @@ def from_torch(
     placed, faults, not_finite = {}, [], []
     for row in table:
         try:
-            placed |= _placed(row, state_dict, params, shardings, not_finite)
+            placed |= _put_row(row, state_dict, params, shardings, not_finite)
         except ValueError as error:
             faults.append(("", str(error), ""))
-    _refuse(faults, what)
+    _raise_faults(faults, what)
 
     if not_finite:
         warnings.warn(
@@ -132,7 +132,7 @@ def to_torch(
 
     """
     place, weights = _place(prefix), stored_weights(layer, layout)
-    return {at(place, key): np.array(value, order="C") for key, value in weights.items()}
+    return {join(place, key): np.array(value, order="C") for key, value in weights.items()}
 
 
 def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:
@@ -197,7 +197,7 @@ def check_entries(
                 continue
             value = state_dict[key]
             if row.any_division and (size := np.shape(value)[:1]):
-                like = np.broadcast_to(like[:1], (*size, *like.shape[1:]))
+                like = np.broadcast_to(np.zeros((), like.dtype), (*size, *like.shape[1:]))
             try:
                 (check if row.params else check_shape)(value, like)
             except ValueError as error:
@@ -205,7 +205,7 @@ def check_entries(
     known = {key for row in table for key in row.keys}
     unexpected = [str(key) for key in state_dict if key not in known]
     shapes = {key: tuple(getattr(state_dict.get(key), "shape", ())) for key in unexpected}
-    _refuse(
+    _raise_faults(
         [*_missing(missing, shapes), *faults, *(("unexpected key ", k, "") for k in shapes)], what
     )
 
@@ -247,7 +247,7 @@ def check_shape(value: Any, like: np.ndarray) -> None:
         raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
 
-def _placed(
+def _put_row(
     row: Weight,
     state_dict: Mapping[str, Any],
     params: Mapping[str, nnx.Variable],
@@ -328,7 +328,7 @@ def _read(key: str, value: Any) -> np.ndarray:
         raise ValueError(f"{key}: it cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def _refuse(faults: list[Fault], what: str) -> None:
+def _raise_faults(faults: list[Fault], what: str) -> None:
     if faults:
         raise ValueError(f"state_dict does not fit {what}:\n  " + "\n  ".join(lines(faults)))
 

@@ -2,10 +2,10 @@
 
 `compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
 folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
-model, `bounds` decides how large an error rounding can explain, `traces` records the calls of both
-sides, and `locate` finds the submodule where the two sides first differ. `problem.py` defines what
-both sides run, `measure.py` compares their results, `results.py` holds the results of one side, and
-`report.py` holds the verdict.
+model, `bounds` decides how large an error rounding can explain, `verdict` compares the results and
+reports the errors, `traces` records the calls of both sides, and `locate` finds the submodule where
+the two sides first differ. `problem.py` defines what both sides run, and `results.py` holds the
+results of one side.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from jax_models.weights import Table
 from parity_tests.engine.bounds.tolerance import FLOAT64
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.port import port, refuse_other_weights
-from parity_tests.engine.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
-from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
     PRECISIONS,
     Problem,
@@ -39,9 +37,11 @@ from parity_tests.engine.problem import (
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.report import Report
 from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
+from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
+from parity_tests.engine.verdict.measure import measure
+from parity_tests.engine.verdict.report import Report
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +135,7 @@ def compare(
     # JAX computes in float64 only with x64 on. `say` shows the progress on the terminal.
     with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
-        make_problem = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
+        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
         has_kwargs = bool(kwargs) or reference.has_kwargs
         locate = reference.checked_locate(locate, names)
 
@@ -163,7 +163,7 @@ def compare(
 
         # Random inputs never hit the kink of a function, such as relu at 0, so compare there, too.
         if edge_inputs:
-            from parity_tests.engine.edge_inputs import measure_edges  # needs torch
+            from parity_tests.engine.verdict.edge_inputs import measure_edges  # needs torch
 
             say("edge inputs")
             edge_faults, edge_notes = measure_edges(problem, platform, jax_side)

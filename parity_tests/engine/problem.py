@@ -66,10 +66,10 @@ class Problem:
     @functools.cached_property
     def state_dict(self) -> Arrays:
         """The weights of the twin in its own dtypes."""
-        return arrays_of(self.twin.state_dict())
+        return state_dict_arrays(self.twin.state_dict())
 
 
-def arrays_of(state_dict: Mapping[str, Any]) -> Arrays:
+def state_dict_arrays(state_dict: Mapping[str, Any]) -> Arrays:
     """The tensors of a `state_dict` as arrays."""
     return {
         key: as_numpy(value.resolve_conj() if hasattr(value, "resolve_conj") else value)
@@ -96,7 +96,7 @@ def kind_of(value: Any) -> str:
     return f"the class {name}" if isinstance(value, type) else name
 
 
-def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
+def call_model(model: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Call a model with the inputs and return its result."""
     return model(*inputs, **kwargs)
 
@@ -172,7 +172,9 @@ def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
             )
         return in_dtype(result, "float64")
 
-    return jax.tree_util.tree_map_with_path(array, plain(tree), is_leaf=is_list_of_numbers)
+    return jax.tree_util.tree_map_with_path(
+        array, with_plain_containers(tree), is_leaf=is_list_of_numbers
+    )
 
 
 def is_list_of_numbers(node: Any) -> bool:
@@ -181,13 +183,13 @@ def is_list_of_numbers(node: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
 
 
-def plain(tree: Any) -> Any:
+def with_plain_containers(tree: Any) -> Any:
     """The tree with other mappings, such as a tokenizer's output, converted to dicts."""
     if isinstance(tree, Mapping) and type(tree) is not OrderedDict:
-        return {key: plain(value) for key, value in tree.items()}
+        return {key: with_plain_containers(value) for key, value in tree.items()}
     if type(tree) is tuple:
-        return tuple(map(plain, tree))
-    return [*map(plain, tree)] if type(tree) is list else tree
+        return tuple(map(with_plain_containers, tree))
+    return [*map(with_plain_containers, tree)] if type(tree) is list else tree
 
 
 def is_flag(value: Any) -> bool:

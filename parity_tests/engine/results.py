@@ -37,18 +37,18 @@ class Results(dict[str, Arrays]):
         return results
 
 
-def aligned(
+def with_names_of(
     groups: dict[str, dict[str, Any]], names: Sequence[tuple[str, str]]
 ) -> dict[str, dict[str, Any]]:
     """The leaves under the other side's names, if both sides have equally many leaves.
 
     Leaves correspond by name if both sides have the same names, otherwise by order.
     """
-    ours = {route(name): leaf for named in groups.values() for name, leaf in named.items()}
+    ours = {words_of_path(name): leaf for named in groups.values() for name, leaf in named.items()}
     leaves = [leaf for named in groups.values() for leaf in named.values()]
     if len(leaves) != len(names):
         return groups
-    routes = [route(name) for _, name in names]
+    routes = [words_of_path(name) for _, name in names]
     are_named = any(not word.isdigit() for path in routes for word in path)
     if are_named and len(ours) == len(names) and {*routes} == {*ours}:
         leaves = [ours[path] for path in routes]
@@ -58,12 +58,14 @@ def aligned(
     return result
 
 
-def route(name: str) -> tuple[str, ...]:
+def words_of_path(name: str) -> tuple[str, ...]:
     """The keys, fields and indices that lead to a leaf, without brackets and dots."""
     return tuple("".join(word) for word in re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name))
 
 
-def grouped(result: Any, side: str, as_array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+def leaves_by_group(
+    result: Any, side: str, as_array: Callable[[Any], Any]
+) -> dict[str, dict[str, Any]]:
     """A result's arrays by group and name; `as_array` returns None for a leaf that is not one."""
     first, *rest = result if type(result) is tuple else (result,)
     groups = {
@@ -140,7 +142,7 @@ def are_same(results: Results, others: Results) -> bool:
     )
 
 
-def replayed(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
+def replayable(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
     """A function that iterates over the runs from the start, and makes each run only once."""
     (first,) = itertools.tee(runs, 1)
     return lambda: copy.copy(first)
@@ -171,7 +173,7 @@ def cotangents(seed: int, results: Results) -> list[np.ndarray]:
     ]
 
 
-def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
+def clear_padding_gradients(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
     """Set the gradients of padding rows to zero; returns whether any of them was not zero."""
     found = False
     for name, padding in rows.items():
@@ -182,3 +184,22 @@ def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bo
             gradient[row] = 0
             results["weight gradients"][name] = gradient
     return found
+
+
+def not_finite(results: Results, side: str, oracle: Results | None = None) -> list[str]:
+    """Faults for results that contain NaN.
+
+    With an oracle, faults for results that are not finite although the oracle's are.
+    """
+    faults = []
+    for group, named in results.items():
+        for name, array in named.items():
+            is_fault = np.isnan(array)
+            if oracle is not None:
+                is_fault = ~np.isfinite(array) & np.isfinite(oracle[group][name])
+            if count := np.count_nonzero(is_fault):
+                faults.append(
+                    f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not "
+                    "finite"
+                )
+    return faults

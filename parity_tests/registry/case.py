@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import torch_ref
 from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
 from jax_models.weights.layouts import weight_table
-from parity_tests.engine.candidates.model_weights import merged, split
+from parity_tests.engine.candidates.model_weights import merge, split
 from parity_tests.engine.problem import (
     DTYPES,
     PLATFORMS,
     Arrays,
     Problem,
     all_in_dtype,
-    arrays_of,
     in_every_dtype,
+    state_dict_arrays,
 )
 from torch_ref.layers.torch_nn import run_recurrence
 
@@ -94,7 +94,7 @@ class Case:
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
         """The JAX layer in `dtype` with the twin's weights."""
-        return self.load(arrays_of(twin.state_dict()), jnp.dtype(dtype).name)
+        return self.load(state_dict_arrays(twin.state_dict()), jnp.dtype(dtype).name)
 
     def load(self, state_dict: Arrays, dtype: str):
         """The JAX layer in `dtype` with these weights."""
@@ -152,9 +152,9 @@ class Case:
             twin=twin,
             call_twin=call_twin,
             build=lambda state_dict, dtype: split(self.load(state_dict, dtype)),
-            load=merged,
+            load=merge,
             call=call,
-            to_torch=lambda gradient, rest: to_torch(merged(gradient, rest), table),
+            to_torch=lambda gradient, rest: to_torch(merge(gradient, rest), table),
             table=table,
             inputs=(x, state) if given_state and self.twin_state else (x,),
             dtypes=self.dtypes,

@@ -18,8 +18,8 @@ from parity_tests.registry.mutation import (
     ROWS,
     STEPS,
     Mutation,
-    deaf_to,
     gates_swapped,
+    ignoring,
     replaced,
     transposed,
     zeroed,
@@ -170,8 +170,8 @@ MUTATIONS = [
             ("a little of the next step", leaking_future, PAST_AND_FUTURE),
             ("state forgotten at each step", forgetting, PAST_AND_FUTURE),
             ("padding's first step taken", one_step_longer, PADDING),
-            ("lengths forgotten", deaf_to("lengths"), PADDING),
-            ("resets forgotten", deaf_to("reset"), DOCUMENTS),
+            ("lengths forgotten", ignoring("lengths"), PADDING),
+            ("resets forgotten", ignoring("reset"), DOCUMENTS),
         )
     ),
 ]

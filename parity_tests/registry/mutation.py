@@ -82,7 +82,7 @@ def edited(edit: Callable[[Any], None]) -> Plant:
     return replaced("parity_tests.registry.case.Case.load", wrong)
 
 
-def at(model: Any, path: str) -> Any:
+def submodule_at(model: Any, path: str) -> Any:
     """The submodule or parameter of a model at a path."""
     for part in path.split("."):
         model = model[int(part)] if part.isdigit() else getattr(model, part)
@@ -93,7 +93,7 @@ def zeroed(path: str) -> Plant:
     """Sets a weight to zeros."""
 
     def edit(layer):
-        at(layer, path)[...] = jnp.zeros_like(at(layer, path)[...])
+        submodule_at(layer, path)[...] = jnp.zeros_like(submodule_at(layer, path)[...])
 
     return edited(edit)
 
@@ -102,7 +102,7 @@ def transposed(path: str) -> Plant:
     """Transposes a square matrix, or the first square of a wide one, as a wrong loader may."""
 
     def edit(layer):
-        kernel = at(layer, path)
+        kernel = submodule_at(layer, path)
         side = kernel.shape[0]
         kernel[...] = kernel[...].at[:, :side].set(kernel[...][:, :side].T)
 
@@ -113,7 +113,7 @@ def gates_swapped(path: str, count: int) -> Plant:
     """Swaps the first two of `count` gates in all weights of a cell."""
 
     def edit(layer):
-        cell = at(layer, path)
+        cell = submodule_at(layer, path)
         for name, array in cell.arrays().items():
             if not name.endswith("hr"):
                 first, second, *rest = jnp.split(array, count, axis=-1)
@@ -144,7 +144,7 @@ def epsilon_doubled(path: str) -> Plant:
     """Doubles the epsilon of a norm."""
 
     def edit(layer):
-        at(layer, path).epsilon *= 2
+        submodule_at(layer, path).epsilon *= 2
 
     return edited(edit)
 
@@ -154,22 +154,22 @@ def gelu_by_tanh() -> Plant:
     return replaced("jax_models.ops.gelu", lambda _: jax.nn.gelu)
 
 
-def deaf_to(mask: str) -> Callable[[Any], Any]:
+def ignoring(mask: str) -> Callable[[Any], Any]:
     """Makes a function ignore one of its masks."""
-    gone: dict[str, None] = {mask: None} | ({"active": None} if mask == "lengths" else {})
+    removed: dict[str, None] = {mask: None} | ({"active": None} if mask == "lengths" else {})
 
     def without(rows: Any = None, **kwargs: Any) -> dict[str, Any]:
         if rows is None:
             return {**kwargs, mask: None}
-        return {**kwargs, "rows": dataclasses.replace(rows, **gone)}
+        return {**kwargs, "rows": dataclasses.replace(rows, **removed)}
 
     return lambda function: lambda *args, **kwargs: function(*args, **without(**kwargs))
 
 
-def deaf(case: str, target: str) -> list[Mutation]:
+def mask_ignored(case: str, target: str) -> list[Mutation]:
     """Two faults of a case: an operator that ignores resets, and one that ignores lengths."""
     return [
-        Mutation(name, case, "states and masks", replaced(target, deaf_to(mask)), check)
+        Mutation(name, case, "states and masks", replaced(target, ignoring(mask)), check)
         for name, mask, check in (
             ("resets forgotten", "reset", DOCUMENTS),
             ("lengths forgotten", "lengths", PADDING),

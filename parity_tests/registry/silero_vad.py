@@ -14,9 +14,9 @@ from parity_tests.registry.mutation import (
     PADDING,
     STEPS,
     Mutation,
-    deaf_to,
     edited,
     gates_swapped,
+    ignoring,
     replaced,
     zeroed,
 )
@@ -111,8 +111,8 @@ MUTATIONS = [
         for name, wrong, check in (
             ("context forgotten", from_silence, STEPS),
             ("context forgotten", from_silence, CUT),
-            ("lengths forgotten", deaf_to("lengths"), PADDING),
-            ("resets forgotten", deaf_to("reset"), DOCUMENTS),
+            ("lengths forgotten", ignoring("lengths"), PADDING),
+            ("resets forgotten", ignoring("reset"), DOCUMENTS),
         )
     ),
 ]

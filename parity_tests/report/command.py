@@ -15,15 +15,15 @@ import torch
 from jax_models.entry_points import broken_packages
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import CASES, ENTRY_POINTS, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs_command
 from parity_tests.report.files import Files, progress
 from parity_tests.report.over_time import errors_over_time
-from parity_tests.report.own import record_of
 from parity_tests.report.precision import precision_errors
-from parity_tests.report.record import MutationResult, Record, merged, versions
+from parity_tests.report.record import MutationResult, Record, join_records, versions
+from parity_tests.report.save import record_of
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m parity_tests"
@@ -56,9 +56,9 @@ class Arguments(Files):
             raise ValueError("minutes: expected with --json FILE, where the measurements are kept")
 
 
-def chosen(arguments: Arguments) -> tuple[list[str], list[str]]:
+def cases_and_platforms(arguments: Arguments) -> tuple[list[str], list[str]]:
     """The cases and the platforms that the arguments ask for."""
-    names = arguments.chosen(CASES, "no case has", broken_packages(ENTRY_POINTS))
+    names = arguments.chosen_names(CASES, "no case has", broken_packages(ENTRY_POINTS))
     platforms = available_platforms()
     if arguments.platform is not None:
         if arguments.platform not in platforms:
@@ -79,71 +79,71 @@ Work = Callable[[Record], Record]
 """Makes one measurement, given the record of all earlier ones, and returns the record of it."""
 
 
-def works(
+def planned_work(
     arguments: Arguments, names: Sequence[str], platforms: Sequence[str]
 ) -> Iterator[tuple[str, Work]]:
     """The measurements that the arguments ask for in these cases on these platforms, by name."""
     places = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
-    kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
+    kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": measure_errors}
     if arguments.precision:
-        kinds["precision"] = precision
+        kinds["precision"] = measure_precision
     if arguments.json is not None:
-        kinds["over time"] = over_time
+        kinds["over time"] = measure_over_time
     for kind, work in kinds.items():
         for name, platform in places:
             yield f"{kind}: {name}, {platform}", partial(work, name, platform)
     for m in MUTATIONS if arguments.mutations else ():
         if m.case in names:
-            yield f"planted: {m.name}: {m.case}", partial(planted, m)
+            yield f"planted: {m.name}: {m.case}", partial(plant_and_check, m)
 
 
-def errors(name: str, platform: str, so_far: Record) -> Record:
+def measure_errors(name: str, platform: str, so_far: Record) -> Record:
     """Measure how far both sides of a case are from the float64 twin."""
     # TPUs have no float64.
     dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
     report = measure_twin(CASES[name].problem(), dtypes, platform)
     record = record_of({name: report})
     cases = {name: CASES[name].architecture}
-    return so_far.only(measurements=record.measurements, faults=record.faults, cases=cases)
+    return so_far.with_only(measurements=record.measurements, faults=record.faults, cases=cases)
 
 
-def precision(name: str, platform: str, so_far: Record) -> Record:
+def measure_precision(name: str, platform: str, so_far: Record) -> Record:
     """Measure the errors of coarser matrix products in a case, unless the case has a fault."""
     if name in so_far.faulty or "cpu" not in CASES[name].platforms:
-        return so_far.only()
+        return so_far.with_only()
     found = precision_errors(name, CASES[name].problem(), platform)
-    return so_far.only(precision=tuple(found))
+    return so_far.with_only(precision=tuple(found))
 
 
-def over_time(name: str, platform: str, so_far: Record) -> Record:
+def measure_over_time(name: str, platform: str, so_far: Record) -> Record:
     """Measure how the errors of a case grow along a sequence, unless the case has a fault."""
     if name in so_far.faulty:
-        return so_far.only()
-    return so_far.only(over_time=tuple(errors_over_time(CASES[name], platform)))
+        return so_far.with_only()
+    return so_far.with_only(over_time=tuple(errors_over_time(CASES[name], platform)))
 
 
-def planted(m: Mutation, so_far: Record) -> Record:
+def plant_and_check(m: Mutation, so_far: Record) -> Record:
     """Plant a fault, and record whether it is caught."""
     result = MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
-    return so_far.only(mutations=(result,))
+    return so_far.with_only(mutations=(result,))
 
 
-def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
+def measure_all(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
     """Measure everything that the arguments ask for, or as much as the time allows.
 
     An unfinished record has the names of its measurements in `done`.
     """
-    todo = dict(works(arguments, names, platforms))
-    record = begun(arguments, names, platforms, todo)
+    todo = dict(planned_work(arguments, names, platforms))
+    record = earlier_record(arguments, names, platforms, todo)
     deadline = time.monotonic() + 60 * (arguments.minutes or float("inf"))
     longest = 0.0
-    left = [name for name in todo if name not in record.done]
-    for name in progress(left, "measuring"):
+    remaining = [name for name in todo if name not in record.done]
+    for name in progress(remaining, "measuring"):
         start = time.monotonic()
         if longest and start + longest > deadline:
             return record
         with jax.enable_x64(True):
-            record = merged([record, todo[name](record)])
+            record = join_records([record, todo[name](record)])
         record = dataclasses.replace(record, done=(*record.done, name))
         if arguments.minutes is not None:
             arguments.write(record, ["--json"])
@@ -151,14 +151,14 @@ def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str
     return dataclasses.replace(record, done=())
 
 
-def begun(
+def earlier_record(
     arguments: Arguments, names: Sequence[str], platforms: Sequence[str], todo: dict[str, Work]
 ) -> Record:
     """The record of an unfinished run of the same command on this machine, or a new one."""
     kinds = ", ".join(jax.devices(platform)[0].device_kind for platform in platforms)
     new = Record(
         versions() | {"device": kinds},
-        runs(arguments, platforms),
+        platform_states(arguments, platforms),
         (),
         not_run={
             name: CASES[name].platforms
@@ -175,7 +175,7 @@ def begun(
     return old if old.done and fits and {*old.done} <= todo.keys() else new
 
 
-def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
+def platform_states(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
     """For each platform, "ran" or the reason why it did not run."""
     absent = "not on this machine" if arguments.platform is None else "not asked for"
     return {name: "ran" if name in platforms else absent for name in PLATFORMS}
@@ -192,16 +192,16 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     if args and Path(args[0]).is_dir():
         raise CommandLineError(f"{args[0]}: expected a file of pairs, FILE.py, got a folder")
     arguments = parse(Arguments, args, prog=prog)
-    names, platforms = chosen(arguments)
-    old = arguments.before()
+    names, platforms = cases_and_platforms(arguments)
+    old = arguments.previous_record()
     torch.set_num_threads(1)  # the tensors are too small to share among threads
-    record = measured(arguments, names, platforms)
+    record = measure_all(arguments, names, platforms)
     if record.done:
-        total = len(dict(works(arguments, names, platforms)))
+        total = len(dict(planned_work(arguments, names, platforms)))
         print(
             f"{prog}: stopped after {arguments.minutes:g} minutes: {len(record.done)} of {total} "
             f"measurements are in {arguments.json}; the same command continues",
             file=sys.stderr,
         )
         return UNFINISHED
-    return arguments.after(record, old)
+    return arguments.print_and_write(record, old)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from parity_tests.report.html import page
-from parity_tests.report.record import Record, moved
+from parity_tests.report.record import Record, changes
 from parity_tests.report.terminal import print_record
 from twinscan.command_line import CommandLineError
 from twinscan.files import check_writable, write_whole
@@ -34,7 +34,7 @@ class Files:
     compare: Path | None = None
     """Say what has moved since another run wrote this file with --json."""
 
-    def chosen(self, names: Iterable[str], no_name: str, hint: str = "") -> list[str]:
+    def chosen_names(self, names: Iterable[str], no_name: str, hint: str = "") -> list[str]:
         """The names that contain a part of `--case`; all names without `--case`.
 
         `no_name` begins the error for a part that no name contains, and `hint` ends it.
@@ -47,12 +47,12 @@ class Files:
         return [name for name in names if any(part in name.lower() for part in parts)]
 
     @property
-    def kept(self) -> dict[str, Path]:
+    def paths_by_flag(self) -> dict[str, Path]:
         """The files to write, by flag."""
         files = {"--json": self.json, "--html": self.html}
         return {flag: path for flag, path in files.items() if path is not None}
 
-    def before(self) -> Record | None:
+    def previous_record(self) -> Record | None:
         """Check all files before anything runs, and return the record to compare with.
 
         Raises:
@@ -61,17 +61,17 @@ class Files:
         """
         old = None
         if self.compare is not None:
-            with naming("--compare", self.compare):
+            with errors_naming("--compare", self.compare):
                 old = Record.from_json(self.compare.read_bytes())
-        for flag, path in self.kept.items():
-            with naming(flag, path):
+        for flag, path in self.paths_by_flag.items():
+            with errors_naming(flag, path):
                 check_writable(path)
         others = [path for path in (self.json, self.compare) if path is not None]
         if self.html is not None and self.html.resolve() in [p.resolve() for p in others]:
             raise CommandLineError(f"--html: {self.html}: expected a file of its own for the page")
         return old
 
-    def after(self, record: Record, old: Record | None) -> int:
+    def print_and_write(self, record: Record, old: Record | None) -> int:
         """Print and write a record, and print the changes since `old`. Returns the exit code.
 
         The exit code is 1 if something fails.
@@ -81,22 +81,22 @@ class Files:
             console.width = 160
         print_record(record, console)
         if old is not None:
-            lines = moved(old, record)
+            lines = changes(old, record)
             console.print(
                 f"since {self.compare}: {len(lines) or 'nothing'} moved", *lines, sep="\n"
             )
-        self.write(record, self.kept)
+        self.write(record, self.paths_by_flag)
         return 0 if record.passed else 1
 
     def write(self, record: Record, flags: Iterable[str]) -> None:
         """Write the files that these flags name."""
         for flag in flags:
-            with naming(flag, self.kept[flag]):
-                write_whole(self.kept[flag], FORMS[flag.replace("--", ".")](record))
+            with errors_naming(flag, self.paths_by_flag[flag]):
+                write_whole(self.paths_by_flag[flag], FORMS[flag.replace("--", ".")](record))
 
 
 @contextlib.contextmanager
-def naming(flag: str, path: Path) -> Iterator[None]:
+def errors_naming(flag: str, path: Path) -> Iterator[None]:
     """A context in which an error of reading or writing a file names the flag of the file."""
     try:
         yield

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from html import escape
 
 from rich.console import Console
-from rich.markup import escape as plain
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from parity_tests.report.record import Measurement, Record
@@ -34,7 +34,7 @@ def page(record: Record) -> str:
     if record.tensors:
         console.print(_tensor_table(record.tensors))
     for case, text in record.locations.items():
-        console.print(plain(f"\n{case}\n{text}"))
+        console.print(escape_markup(f"\n{case}\n{text}"))
     console.print(", ".join(f"{name} {version}" for name, version in record.versions.items()))
     return console.export_html(code_format=FORMAT.format(title=escape(_verdict(record))))
 
@@ -55,6 +55,6 @@ def _tensor_table(measurements: Iterable[Measurement]) -> Table:
         errors = (f"{error:.1e}" for error in (m.error.torch, m.error.jax, m.error.bound))
         color = "green" if m.error.passed else "red"
         verdict = f"[{color}]{m.error.verdict}"
-        names = (plain(m.case), m.platform, m.dtype, m.group)
-        table.add_row(*names, *errors, verdict, plain(m.error.tensor))
+        names = (escape_markup(m.case), m.platform, m.dtype, m.group)
+        table.add_row(*names, *errors, verdict, escape_markup(m.error.tensor))
     return table

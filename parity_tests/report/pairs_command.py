@@ -13,9 +13,9 @@ from typing import Any, Literal
 import tyro
 
 from parity_tests.engine.compare import Pair
-from parity_tests.engine.report import Report
+from parity_tests.engine.verdict.report import Report
 from parity_tests.report.files import Files, progress
-from parity_tests.report.own import record_of
+from parity_tests.report.save import record_of
 from twinscan.command_line import CommandLineError, parse
 
 EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair` without arguments"
@@ -63,11 +63,11 @@ def load(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CommandLineError(f"{file}: {described(error, file)}") from error
+        raise CommandLineError(f"{file}: {describe_error(error, file)}") from error
     return module
 
 
-def described(error: BaseException, file: Path) -> str:
+def describe_error(error: BaseException, file: Path) -> str:
     """An exception in one line: its type, its message and, if known, its line in the file."""
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -98,7 +98,7 @@ def _makes_a_pair(function: Callable[..., Any]) -> bool:
     return (returned is Pair or str(returned).rpartition(".")[2] == "Pair") and not any(needed)
 
 
-def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
+def compare_pair(make: Callable[[], Any], arguments: Arguments) -> Report:
     """The report of a pair. An exception while the pair is made or compared becomes a fault."""
     try:
         pair = make()
@@ -106,16 +106,18 @@ def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
             raise TypeError(f"expected a parity_tests.Pair, got {pair!r:.40}")
         return pair.compare(**arguments.options)
     except Exception as error:
-        return Report({}, (described(error, arguments.file),), platform=arguments.platform or "cpu")
+        return Report(
+            {}, (describe_error(error, arguments.file),), platform=arguments.platform or "cpu"
+        )
 
 
 def main(args: Sequence[str], prog: str) -> int:
     """Compare the pairs, print a row for each pair and dtype, and return 1 if one fails, else 0."""
     arguments = parse(Arguments, args, prog=prog)
-    old = arguments.before()
+    old = arguments.previous_record()
     makers = pairs_of(load(arguments.file))
     if not makers:
         raise CommandLineError(f"{arguments.file}: {EXPECTED}")
-    names = arguments.chosen(makers, f"{arguments.file} has no pair with")
-    reports = {name: compared(makers[name], arguments) for name in progress(names, "comparing")}
-    return arguments.after(record_of(reports), old)
+    names = arguments.chosen_names(makers, f"{arguments.file} has no pair with")
+    reports = {name: compare_pair(makers[name], arguments) for name in progress(names, "comparing")}
+    return arguments.print_and_write(record_of(reports), old)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from jax import lax
 
+from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import bodies_in, equations_in
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.candidates.torch_run import run_oracle
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import errors_of
@@ -54,7 +54,7 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
     for precision, bits in BITS.items():
         emulated = DEFAULT.get(platform) != precision
         coarse = (
-            errors("cpu", evaluator=partial(RoundedProducts, bits))
+            errors("cpu", evaluator=partial(RoundedProductsEvaluator, bits))
             if emulated
             else errors(precision=precision)
         )
@@ -84,7 +84,7 @@ def in_full_float32(problem: Problem) -> Problem:
     return dataclasses.replace(problem, twin=twin, inputs=inputs)
 
 
-class RoundedProducts(Lift):
+class RoundedProductsEvaluator(Evaluator):
     """Evaluates a program with the float32 operands of its matrix products rounded to these bits.
 
     The body of a kernel is left unchanged, because it cannot be evaluated outside of its grid. So a

@@ -56,8 +56,8 @@ class Measurement:
         """The measurement that `to_dict` wrote."""
         stored = {name: key for key, name in ERROR_KEYS.items()}
         names = [field.name for field in dataclasses.fields(Error)]
-        error = decoded(Error, {name: fields[stored[name]] for name in names})
-        places = {name: decoded(str, x) for name, x in fields.items() if name not in ERROR_KEYS}
+        error = decode(Error, {name: fields[stored[name]] for name in names})
+        places = {name: decode(str, x) for name, x in fields.items() if name not in ERROR_KEYS}
         return cls(error=error, **places)
 
 
@@ -107,8 +107,8 @@ class LogitsMeasurement:
     def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
         """The measurement that `to_dict` wrote."""
         names = [field.name for field in dataclasses.fields(LogitsError)]
-        error = decoded(LogitsError, {name: fields[name] for name in names})
-        places = {name: decoded(str, x) for name, x in fields.items() if name not in names}
+        error = decode(LogitsError, {name: fields[name] for name in names})
+        places = {name: decode(str, x) for name, x in fields.items() if name not in names}
         return cls(error=error, **places)
 
 
@@ -152,7 +152,7 @@ class Record:
     done: tuple[str, ...] = ()
     """The names of the measurements so far, if the record is unfinished."""
 
-    def only(self, **fields: Any) -> "Record":
+    def with_only(self, **fields: Any) -> "Record":
         """A record of the same versions and platforms that holds only these fields."""
         return Record(self.versions, self.platforms, **{"measurements": (), **fields})
 
@@ -183,7 +183,7 @@ class Record:
 
     def to_json(self) -> str:
         """The record as JSON."""
-        fields = {"schema": SCHEMA, **encoded(vars(self))}
+        fields = {"schema": SCHEMA, **encode(vars(self))}
         return json.dumps(fields, indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -198,44 +198,44 @@ class Record:
             fields = json.loads(text)
             if (schema := fields.pop("schema")) != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}, got {schema!r:.40}")
-            return decoded(cls, fields)
+            return decode(cls, fields)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
 
 
-def encoded(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """The value for JSON. JSON has no NaN and no infinity, so these become null."""
     if isinstance(value, Mapping):
-        return {key: encoded(each) for key, each in value.items()}
+        return {key: encode(each) for key, each in value.items()}
     if isinstance(value, tuple):
-        return [*map(encoded, value)]
+        return [*map(encode, value)]
     if isinstance(value, Measurement | LogitsMeasurement):
-        return encoded(value.to_dict())
+        return encode(value.to_dict())
     if dataclasses.is_dataclass(value):
-        return encoded(vars(value))
+        return encode(vars(value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def decoded(kind: Any, value: Any) -> Any:
-    """The value of this type that `encoded` wrote; null becomes NaN."""
-    of = get_args(kind)
+def decode(kind: Any, value: Any) -> Any:
+    """The value of this type that `encode` wrote; null becomes NaN."""
+    type_arguments = get_args(kind)
     if kind is float:
         return math.nan if value is None else float(value)
     if get_origin(kind) is tuple:
-        return tuple(decoded(of[0], each) for each in value)
+        return tuple(decode(type_arguments[0], each) for each in value)
     if get_origin(kind) is Mapping:
-        return {key: decoded(of[1], each) for key, each in value.items()}
+        return {key: decode(type_arguments[1], each) for key, each in value.items()}
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
+        return kind(**{name: decode(hints[name], each) for name, each in value.items()})
     if not isinstance(value, kind):
         raise TypeError(f"expected a {kind}, got {value!r:.40}")
     return value
 
 
-def merged(records: Sequence[Record]) -> Record:
+def join_records(records: Sequence[Record]) -> Record:
     """One record that joins several, in order."""
     first, *others = records or [Record(versions(), {}, ())]
     result: dict[str, Any] = dict(vars(first))
@@ -255,7 +255,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def moved(old: Record, new: Record) -> list[str]:
+def changes(old: Record, new: Record) -> list[str]:
     """A line for each change between two records in the cases that both have."""
     # Versions and platforms that changed may explain the other changes, so they come first.
     lines = []

@@ -14,7 +14,7 @@ from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 def print_record(record: Record, console: Console) -> None:
     """Print the tables, the failures, the notes, and the platforms that ran."""
-    console.print(table(record, console.width))
+    console.print(error_table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
     if record.logits:
@@ -40,7 +40,7 @@ def print_record(record: Record, console: Console) -> None:
         console.print(f"not run: {case}, which runs on {' and '.join(platforms)} only")
 
 
-def table(record: Record, width: int) -> Table:
+def error_table(record: Record, width: int) -> Table:
     """A table with a row for each case, platform and dtype.
 
     A row has two lines if the width is below 150 columns.
@@ -60,12 +60,12 @@ def table(record: Record, width: int) -> Table:
         result.add_column(column, no_wrap=True)
     separator = " " if width >= 150 else "\n           "
     for (case, platform, dtype), groups in rows.items():
-        cells = [cell(groups.get(group), separator) for group in GROUPS]
-        result.add_row(escape(case), platform, dtype, *cells, verdict(groups.values()))
+        cells = [error_cell(groups.get(group), separator) for group in GROUPS]
+        result.add_row(escape(case), platform, dtype, *cells, row_verdict(groups.values()))
     return result
 
 
-def cell(error: Error | None, separator: str) -> str:
+def error_cell(error: Error | None, separator: str) -> str:
     """The text of a cell: torch's error, JAX's error and their ratio; a dash if there is none."""
     if error is None:
         return "–"
@@ -74,7 +74,7 @@ def cell(error: Error | None, separator: str) -> str:
     return f"{color}{error.torch:.1e} {error.jax:.1e}{separator}{ratio}"
 
 
-def verdict(errors: Iterable[Error]) -> str:
+def row_verdict(errors: Iterable[Error]) -> str:
     """The worst verdict of a row. A row without errors failed before anything was measured."""
     verdicts = {e.verdict for e in errors}
     worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")

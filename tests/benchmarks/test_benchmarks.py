@@ -13,10 +13,10 @@ from benchmarks.environment import Environment
 from benchmarks.families import gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
-from benchmarks.pieces import FILE
 from benchmarks.problem import BOTH, FORWARD, OURS, Limits
 from benchmarks.report.devices import devices
 from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
+from benchmarks.resume import FILE
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
 

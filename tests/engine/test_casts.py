@@ -11,6 +11,9 @@ from jax import lax
 
 from jax_models.weights import embedding
 from parity_tests import compare
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -217,3 +220,19 @@ def test_a_number_that_torch_rounds_to_bfloat16_is_another_number(number, casts)
 
     report = compared(port, call_twin)
     assert report.passed == is_equal, f"\n{report}"
+
+
+def test_findings_are_those_of_the_program_that_ran():
+    """Another shape is another program."""
+
+    def call(_, x):
+        return x.astype(jnp.float32).astype(x.dtype) if len(x) > 4 else x
+
+    def problem(size):
+        build = lambda state_dict, dtype: ({}, None)  # noqa: E731
+        return Problem(torch.nn.Identity(), build, call, to_torch=None, inputs=(np.ones(size),))
+
+    side = JaxSide(problem(4))
+    for size in (4, 5, 4):
+        side.run(problem(size), "float64", Results({"outputs": {"y": np.ones(size)}}))
+        assert len(side.facts["float64"].casts) == (size > 4)

@@ -15,10 +15,10 @@ from flax import nnx
 
 from jax_models.weights import Weight, added, layer_norm, linear, parts, same, transposed
 from parity_tests import compare, compare_training
-from parity_tests.engine.candidates.model_weights import merged, split, weights_in
-from parity_tests.engine.problem import Problem, called
+from parity_tests.engine.candidates.model_weights import merge, model_in_dtype, split
+from parity_tests.engine.problem import Problem, call_model
 from parity_tests.engine.results import Results
-from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.jax_trace import trace_jax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -314,12 +314,14 @@ class Written(nnx.Module):
 
 def test_only_the_calls_of_the_program_that_ran_are_traced():
     """The attempt under x64 fails inside the writer, whose call is then not finished."""
-    build = lambda state_dict, dtype: split(weights_in(Written(), dtype))  # noqa: E731
+    build = lambda state_dict, dtype: split(model_in_dtype(Written(), dtype))  # noqa: E731
     inputs = (np.ones((2, 3)),)
-    problem = Problem(torch.nn.Identity(), build, called, to_torch=None, load=merged, inputs=inputs)
+    problem = Problem(
+        torch.nn.Identity(), build, call_model, to_torch=None, load=merge, inputs=inputs
+    )
     oracle = Results({"outputs": {"y": np.ones((3, 5))}})
     for dtype in ("float64", "float32"):
-        calls = traced_jax(problem, dtype, oracle).calls
+        calls = trace_jax(problem, dtype, oracle).calls
         assert [(call.name, call.kind) for call in calls] == [
             ("", "run"),
             ("", "Written"),

@@ -6,7 +6,10 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.engine.traces.hyperparameters import differing, hyperparameters_of
+from parity_tests.engine.traces.hyperparameters import (
+    hyperparameter_differences,
+    hyperparameters_of,
+)
 
 RNGS, KERNEL = nnx.Rngs(0), (3, 3)
 
@@ -67,7 +70,9 @@ PAIRS = {
 def test_differences_are_shown_under_both_names(pair):
     layer, other, expected = PAIRS[pair]
     other = other() if pair == "equinox" else other
-    assert [*differing(hyperparameters_of(layer), hyperparameters_of(other))] == expected
+    assert [
+        *hyperparameter_differences(hyperparameters_of(layer), hyperparameters_of(other))
+    ] == expected
 
 
 def test_the_momentum_of_a_user_s_layer_is_not_converted():
@@ -76,4 +81,4 @@ def test_the_momentum_of_a_user_s_layer_is_not_converted():
             self.momentum = 0.1
 
     of_torch = hyperparameters_of(torch.nn.BatchNorm1d(3))
-    assert not [*differing(of_torch, hyperparameters_of(BatchNorm()))]
+    assert not [*hyperparameter_differences(of_torch, hyperparameters_of(BatchNorm()))]

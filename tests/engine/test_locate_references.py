@@ -1,5 +1,6 @@
 """Locates faults with a record, or a JAX model, as the reference."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest_errors
 from parity_tests.engine.traces.trace import SLOTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -54,27 +55,27 @@ def after_what_rounding_explains():
     )
 
 
-def faulty_pairs() -> dict[str, Faulty]:
-    planted = {
-        f"{fault}, {framework}": Faulty(
-            TorchModel(), *FRAMEWORKS[framework](fault), TOKENS, FAULTS[fault][0]
-        )
-        for framework in ("NNX, as it is", "function with taps")
-        for fault in FAULTS
-    }
-    coarse = planted["gelu by tanh, NNX, as it is"]
-    return planted | {
-        "gelu by tanh in float32": coarse._replace(dtype="float32"),
-        "after what rounding explains": after_what_rounding_explains(),
-        "shape": of_parts(lambda x: x[:, :3], lambda x: x[:, :2]),
-        "dtype": of_parts(lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
-    }
+def planted(fault, framework="NNX, as it is", **fields):
+    model, weights = FRAMEWORKS[framework](fault)
+    return Faulty(TorchModel(), model, weights, TOKENS, FAULTS[fault][0], **fields)
+
+
+PAIRS = {
+    f"{fault}, {framework}": partial(planted, fault, framework)
+    for framework in ("NNX, as it is", "function with taps")
+    for fault in FAULTS
+} | {
+    "gelu by tanh in float32": partial(planted, "gelu by tanh", dtype="float32"),
+    "after what rounding explains": after_what_rounding_explains,
+    "shape": partial(of_parts, lambda x: x[:, :3], lambda x: x[:, :2]),
+    "dtype": partial(of_parts, lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", faulty_pairs())
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
-    twin, model, weights, inputs, culprit, dtype = faulty_pairs()[name]
+    twin, model, weights, inputs, culprit, dtype = PAIRS[name]()
     path = tmp_path / "twin.safetensors"
     record(twin, inputs, path=path, dtypes=dtype)
     there = compare(path, model, weights=weights, locate=True).location
@@ -86,7 +87,7 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 def traces_of(source, *inputs) -> list[ReferenceTrace]:
     """The traces of a reference, by dtype."""
     with open_reference(source) as reference:
-        start = reference.start(inputs, dtypes=["float64", "bfloat16"])
+        start = reference.problem_maker(inputs, dtypes=["float64", "bfloat16"])
         problem = start(build=dict, call=None, to_torch=None)
         reference.run(problem)
         return [reference.trace(dtype) for dtype in problem.dtypes]
@@ -101,11 +102,11 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
     side, path = make(), tmp_path / "side.safetensors"
     record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
     for live, recorded in zip(traces_of(side, TOKENS), traces_of(path), strict=True):
-        assert recorded.own().dtypes == live.own().dtypes
-        assert {p: e for p, e in recorded.own().errors.items() if e} == {
-            p: e for p, e in live.own().errors.items() if e
+        assert recorded.own_run().dtypes == live.own_run().dtypes
+        assert {p: e for p, e in recorded.own_run().errors.items() if e} == {
+            p: e for p, e in live.own_run().errors.items() if e
         }
-        scatters = [largest(each.rounded()) for each in (live, recorded)]
+        scatters = [largest_errors(each.rounded_errors()) for each in (live, recorded)]
         there, here = ({p: e for p, e in scatter.items() if e} for scatter in scatters)
         assert there == here != {}
         assert recorded.owners == live.owners
@@ -122,7 +123,7 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
 
 def test_what_is_told_is_not_rounded():
     trace, *_ = traces_of(lambda x: tap("a", x), X)
-    scatter = largest(trace.rounded())
+    scatter = largest_errors(trace.rounded_errors())
     assert (1, "outputs", "") in scatter
     assert not any(scatter.values())
 
@@ -142,7 +143,7 @@ def test_a_jax_model_is_a_reference(fault, tmp_path):
 
 
 def test_a_record_without_activations_is_not_located(tmp_path):
-    twin, model, weights, tokens, *_ = faulty_pairs()["gelu by tanh, NNX, as it is"]
+    twin, model, weights, tokens, *_ = planted("gelu by tanh")
     small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"
     record(twin, tokens, path=large)
     record(twin, tokens, path=small, activations=False)

@@ -11,7 +11,7 @@ from faulty_pairs import Parts, TorchParts, X, located
 from parity_tests import compare, tap
 from parity_tests.engine.locate.find import find_departure
 from parity_tests.engine.references.torch_reference import TorchReference
-from parity_tests.engine.traces.torch_trace import traced_torch
+from parity_tests.engine.traces.torch_trace import trace_torch
 from parity_tests.registry import CASES, MUTATIONS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -92,10 +92,10 @@ def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatc
     traced = []
 
     def kept(*args, **kwargs):
-        traced.append(traced_torch(*args, **kwargs))
+        traced.append(trace_torch(*args, **kwargs))
         return traced[-1]
 
-    monkeypatch.setattr("parity_tests.engine.references.torch_reference.traced_torch", kept)
+    monkeypatch.setattr("parity_tests.engine.references.torch_reference.trace_torch", kept)
     twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
 
     def model(weights, x, forward, backward):

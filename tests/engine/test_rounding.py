@@ -13,7 +13,7 @@ import torch
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.bounds.torch_rounding import RandomRounding
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

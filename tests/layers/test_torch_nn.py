@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from jax_models import GRU, LSTM, RNN
-from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import BATCH, TIME, Case
 from parity_tests.registry.torch_nn import run_packed
 

@@ -128,7 +128,7 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capf
     batch, time, *_, last = size
     if (is_row_scan := operator in OPERATORS) and last:
         monkeypatch.setattr(row_scan_tpu, "BLOCK_BYTES", 1)
-        monkeypatch.setattr(row_scan_tpu, "WIDTH", last)
+        monkeypatch.setattr(row_scan_tpu, "REGISTER_SIZE", last)
     x = numbers(*size[:3]) if is_row_scan else delta_numbers(*size)
     options = {"reverse": batch == 3} if operator is recurrence else {}
     if masked:
@@ -182,7 +182,7 @@ def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
     module = sys.modules["jax_models.ops.linear_scan"]
     interpreted = partial(row_scan_gpu.row_scan, interpret=True)
     monkeypatch.setattr(module.row_scan_gpu, "row_scan", interpreted)
-    monkeypatch.setattr(module, "BUSY", 20)  # two chunks
+    monkeypatch.setattr(module, "TARGET_PARALLEL", 20)  # two chunks
 
     def scan_gpu(*args, interpret, **options):
         return module._scan_gpu(*args, **options)

@@ -9,8 +9,8 @@ import torch
 import torch_ref
 from parity_tests.checks import CHECKS
 from parity_tests.engine.problem import available_platforms
-from parity_tests.engine.references.torch_reference import measure_twin
-from parity_tests.engine.report import Report
+from parity_tests.engine.verdict.measure_twin import measure_twin
+from parity_tests.engine.verdict.report import Report
 from parity_tests.registry import CASES, TIME
 from parity_tests.subject import Subject
 
@@ -24,11 +24,19 @@ def assert_within_bounds(report: Report) -> None:
     assert report.passed, f"\n{report}"
 
 
-def rows(names):
+def rows(names, is_quick=lambda name: True):
     """A test parameter for each case. The tests of a case share a process and its programs."""
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+        "name",
+        [
+            pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow_unless(is_quick(name))])
+            for name in names
+        ],
     )
+
+
+def slow_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
 
 
 def platform_here(name) -> str:
@@ -39,8 +47,12 @@ def platform_here(name) -> str:
 
 
 FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
-QUICK = {name for name in FIRST.values() if CASES[name].config is None}
-"""The first case of each architecture that is not a language model. `make test` also compares these
+QUICK = {
+    name
+    for architecture, name in FIRST.items()
+    if CASES[name].config is None and architecture != "silero_vad"
+}
+"""The first case of each architecture that is a layer, not a model. `make test` also compares these
 in float32, and runs the checks on them."""
 
 
@@ -62,7 +74,7 @@ def test_agrees_with_twin_as_compiled_for_users(name):
     assert_within_bounds(measure_twin(CASES[name].problem(), platform=platform_here(name)))
 
 
-@rows(name for name, case in CASES.items() if case.packs)
+@rows((name for name, case in CASES.items() if case.packs), lambda name: "1 layer" in name)
 def test_agrees_with_twin_on_rows_of_several_lengths(name):
     lengths = np.array([3, TIME, 1])
     padded = CASES[name].problem(given_state=False, lengths=lengths)
@@ -83,9 +95,8 @@ def checks():
     """A test parameter for each case and check."""
     for name, case in CASES.items():
         for check in CHECKS if "float64" in case.dtypes else ():
-            group = pytest.mark.xdist_group(name)
-            marks = [group] if name in QUICK and check not in LATE else [group, pytest.mark.slow]
-            yield pytest.param(name, check, marks=marks)
+            marks = slow_unless(name in QUICK and check not in LATE)
+            yield pytest.param(name, check, marks=[pytest.mark.xdist_group(name), *marks])
 
 
 @pytest.mark.parametrize(("name", "check"), [*checks()])

@@ -185,7 +185,7 @@ def test_what_a_killed_run_measured_is_kept(whole, tmp_path, monkeypatch):
     path = tmp_path / "killed.json"
     args = [*ASKED, "--minutes", "9", "--json", str(path)]
     with monkeypatch.context() as patched:
-        patched.setattr(command, "over_time", interrupt)
+        patched.setattr(command, "measure_over_time", interrupt)
         with pytest.raises(KeyboardInterrupt):
             main(args)
     assert len(Record.from_json(path.read_text()).done) == 2 * len(whole["cases"])

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from parity_tests.engine.candidates.jax_program import Found
-from parity_tests.engine.candidates.lift import rewritten
+from parity_tests.engine.candidates.evaluator import with_dtypes
+from parity_tests.engine.candidates.jax_program import ProgramFacts
 from parity_tests.registry import CASES
 from parity_tests.report.over_time import STEPS, by_step, errors_over_time
-from parity_tests.report.precision import BITS, RoundedProducts, precision_errors
+from parity_tests.report.precision import BITS, RoundedProductsEvaluator, precision_errors
 
 
 def with_rounded_products(bits, function):
-    return rewritten(function, {}, Found(), partial(RoundedProducts, bits))
+    return with_dtypes(function, {}, ProgramFacts(), partial(RoundedProductsEvaluator, bits))
 
 
 def to_bfloat16(x):

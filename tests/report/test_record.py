@@ -21,7 +21,7 @@ from parity_tests.report.record import (
     MutationResult,
     PrecisionError,
     Record,
-    moved,
+    changes,
     versions,
 )
 from parity_tests.report.terminal import print_record
@@ -112,7 +112,7 @@ def test_what_did_not_run_is_named():
     print_record(elsewhere, Console(file=(printed := io.StringIO()), width=160))
     assert "not run: LSTM, which runs on gpu only\n" in printed.getvalue()
     assert "not run: LSTM, which runs on gpu only" in page(elsewhere)
-    assert moved(ran, elsewhere) == ["LSTM, cpu, float32, outputs: not measured any more"]
+    assert changes(ran, elsewhere) == ["LSTM, cpu, float32, outputs: not measured any more"]
 
 
 def test_json_has_no_nan():
@@ -143,14 +143,14 @@ def test_what_is_no_record(text):
 def test_what_has_moved():
     old = record(measurement(1e-7), measurement(1e-16, "float64"), measurement(1e-7, group="gone"))
     new = record(measurement(6e-7), measurement(9e-16, "float64"), measurement(1e-7, group="came"))
-    assert sorted(moved(old, dataclasses.replace(new, versions={"jax": "0.11.0"}))) == [
+    assert sorted(changes(old, dataclasses.replace(new, versions={"jax": "0.11.0"}))) == [
         "LSTM, cpu, float32, came: new, pass",
         "LSTM, cpu, float32, gone: not measured any more",
         "LSTM, cpu, float32, outputs: 1.0e-07 → 6.0e-07, pass → FAIL",
         "jax: 0.10.2 → 0.11.0",
     ]
-    assert moved(old, old) == []
-    assert moved(record(measurement(2e-7)), record(measurement(0.9e-7))) == [
+    assert changes(old, old) == []
+    assert changes(record(measurement(2e-7)), record(measurement(0.9e-7))) == [
         "LSTM, cpu, float32, outputs: 2.0e-07 → 9.0e-08, pass"
     ]
     old = dataclasses.replace(old, mutations=(CAUGHT,))
@@ -160,13 +160,13 @@ def test_what_has_moved():
         faults=("LSTM, gpu: y: empty",),
         mutations=(MISSED,),
     )
-    assert moved(old, new) == [
+    assert changes(old, new) == [
         "gpu: not on this machine → ran",
         "new: LSTM, gpu: y: empty",
         "LSTM, head forgotten: not caught any more",
     ]
     others = dataclasses.replace(record(measurement(1e-7)), cases={"GRU": "gru"})
-    assert moved(old, others) == []
+    assert changes(old, others) == []
 
 
 BROKEN = "</pre><b>&quot;[red]"

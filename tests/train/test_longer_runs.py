@@ -15,8 +15,8 @@ from jax_models import (
     HawkLanguageModelConfig,
     HyenaDNALanguageModelConfig,
 )
-from train.config import TrainConfig, changed
-from train.digest import described
+from train.config import TrainConfig, with_options
+from train.digest import dtypes_and_shapes
 from train.export import export
 from train.optimizer import AveragedState
 from train.renamed import with_old_paths
@@ -70,7 +70,7 @@ def test_a_longer_run_stretches_its_schedule(tmp_path, capsys):
 
 def test_a_resumed_run_keeps_its_warmup(tmp_path):
     """The warm-up is kept even if it is too long for the run, unless another one is given."""
-    config = changed(TrainConfig(), {"optimizer.warmup_steps": 6, "num_steps": 10})
+    config = with_options(TrainConfig(), {"optimizer.warmup_steps": 6, "num_steps": 10})
     folder = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "").folder
     args = ["--resume", str(folder), "--num-steps", "6"]
     for given, expected in (([], 6), (["--optimizer.warmup-steps", "2"], 2)):
@@ -152,11 +152,11 @@ HYENA_DNA = HyenaDNALanguageModelConfig(
 )
 def test_a_run_of_an_earlier_version_is_resumed(model, old_head, paths, tmp_path):
     """Its checkpoint has other paths for parameters, their moments and their averages."""
-    config = changed(TrainConfig(), {"model": model, "optimizer.ema_decay": 0.9})
+    config = with_options(TrainConfig(), {"model": model, "optimizer.ema_decay": 0.9})
     run = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "")
     state = build_trainer(config).initial_state()
     old = with_old_paths(state)[old_head]
-    assert {f"params.{path}.value" for path in paths} <= described(old).keys()
+    assert {f"params.{path}.value" for path in paths} <= dtypes_and_shapes(old).keys()
     run.checkpoints.save(0, old, None)
     run.checkpoints.wait()
     chex.assert_trees_all_equal(restored(Run.open(run.folder)), state)

@@ -11,9 +11,9 @@ import pytest
 
 import train.__main__ as train_command
 import train.step
-from train.config import TrainConfig, changed
+from train.config import TrainConfig, with_options
 from train.curve import draw_curve
-from train.monitor import peak
+from train.monitor import peak_flops
 from train.run import Run, build_trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeyp
 
 @pytest.mark.slow
 def test_the_gradients_norm_is_that_before_clipping():
-    trainer = build_trainer(changed(TrainConfig(), {"optimizer.clip_norm": 0.01}))
+    trainer = build_trainer(with_options(TrainConfig(), {"optimizer.clip_norm": 0.01}))
     state, batch = trainer.initial_state(), trainer.put(BATCHES[0])
     inputs, targets = batch[:, :-1], batch[:, 1:]
     gradient = jax.grad(
@@ -199,13 +199,13 @@ def test_lines_of_before_and_odd_ones_are_read(tmp_path):
 
 
 def test_peaks_are_known_by_the_devices_kind():
-    assert peak("TPU v5 lite", "bfloat16") == 197e12
-    assert peak("NVIDIA H100 80GB HBM3", "float32") == 67e12
-    assert peak("cpu", "float32") is None
+    assert peak_flops("TPU v5 lite", "bfloat16") == 197e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == 67e12
+    assert peak_flops("cpu", "float32") is None
 
 
 def test_utilization_where_the_peak_is_known(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("train.monitor.peak", lambda *_: 1e12)
+    monkeypatch.setattr("train.monitor.peak_flops", lambda *_: 1e12)
     for line in command(tmp_path / "run").metrics("training"):
         expected = 6 * 1380 * line["tokens_per_second"] / 1e12
         np.testing.assert_allclose(line["mfu"], expected, rtol=0, atol=6e-5)

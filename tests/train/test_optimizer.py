@@ -16,7 +16,7 @@ import train.__main__ as train_command
 from jax_models import to_torch
 from parity_tests.engine.bounds.tolerance import FLOAT64, LONG_TRAJECTORY
 from parity_tests.registry import CASES
-from train.accumulation import accumulated
+from train.accumulation import accumulate_gradients
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import (
     AveragedState,
@@ -152,8 +152,10 @@ def test_parts_make_the_gradient_of_the_whole_each_with_a_key_of_its_own():
     rows = jnp.sin(jnp.arange(24.0)).reshape(2, 4, 3)
     parts = [value_and_grad(params, jax.random.fold_in(key, i), rows[i]) for i in range(2)]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
-    chex.assert_trees_all_close(accumulated(value_and_grad)(params, key, rows), mean, rtol=1e-6)
-    whole = accumulated(value_and_grad)(params, key, rows[:1])
+    chex.assert_trees_all_close(
+        accumulate_gradients(value_and_grad)(params, key, rows), mean, rtol=1e-6
+    )
+    whole = accumulate_gradients(value_and_grad)(params, key, rows[:1])
     chex.assert_trees_all_equal(whole, value_and_grad(params, key, rows[0]))
 
 

@@ -199,7 +199,7 @@ def test_a_printed_command_works_as_printed(python, line, monkeypatch):
     monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setattr(command_line.shutil, "which", lambda name: "/usr/bin/python")
     monkeypatch.setattr(Path, "cwd", lambda: Path("/home/me/project"))
-    assert command_line.command("train") == line
+    assert command_line.command_line_of("train") == line
 
 
 NAN = float("nan")

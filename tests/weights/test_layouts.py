@@ -44,7 +44,12 @@ CONFIGS = MODELS | {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+VARIANTS = CONFIGS.keys() - MODELS.keys() | {n for n in MODELS if "," in n or " by " in n}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS else n for n in CONFIGS]
+)
 def test_every_layout_is_read_with_the_config_of_its_shapes(name):
     config = CONFIGS[name]
     model, options = build(config), fields_without_shape(config)

@@ -141,6 +141,14 @@ def test_a_row_whose_transforms_do_not_fit(slip):
         from_torch(layer, torch.nn.Linear(3, 4).state_dict(), table)
 
 
+@pytest.mark.parametrize("name", ["separate", "exact"])
+def test_a_function_in_the_place_of_a_flag_is_refused(name):
+    """The fifth argument was `gradients`, a function."""
+    flags = {"separate": True, name: lambda a: (a,)}
+    with pytest.raises(TypeError, match=f"{name}: expected True or False, got <function"):
+        Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a,), *flags.values())
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
 @pytest.mark.parametrize("given", ["", "model.", "head"])
 @pytest.mark.parametrize("entry", [None, "state_dict"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_ref.layers.griffin import local_attention, no_keys
+from torch_ref.layers.local_attention import empty_cache, local_attention
 from torch_ref.layers.state import State
 
 
@@ -125,7 +125,7 @@ class HippogriffAttention(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         weight, size = self.kv.weight, self.head_features
-        return no_keys(weight, batch_size, self.window, len(weight) // (2 * size), size)
+        return empty_cache(weight, batch_size, self.window, len(weight) // (2 * size), size)
 
 
 class HippogriffBlock(nn.Module):

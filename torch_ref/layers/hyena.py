@@ -26,7 +26,7 @@ def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
     return (torch.fft.irfft(product, n=2 * L)[..., :L] + v * skip).to(h.dtype)
 
 
-def go_on(h: Tensor, v: Tensor, skip: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+def convolve_with_past(h: Tensor, v: Tensor, skip: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     """Continues a convolution of `past` with v: returns the new outputs, and all inputs so far."""
     inputs = torch.cat([past, v], dim=-1)
     return fft_conv(h, inputs, skip)[..., past.shape[-1] :], inputs
@@ -91,7 +91,7 @@ class HyenaBlock(nn.Module):
         (*x, v), window = self.proj_input(u, window)
         v = v + u.mT
         for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
-            convolved, past[i] = go_on(h_i, v, B_i, past[i])
+            convolved, past[i] = convolve_with_past(h_i, v, B_i, past[i])
             v = v + F.normalize(x_i, dim=1) * convolved
         v = v.mT
         return v + self.dropout(self.proj_output(v)), (window, *past)
@@ -143,7 +143,7 @@ class AuthenticHyenaBlock(nn.Module):
         h = self.filter(past[0].shape[-1] + u.shape[1])
         (*x, v), window = self.proj_input(u, window)
         for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
-            convolved, past[i] = go_on(h_i, v, B_i, past[i])
+            convolved, past[i] = convolve_with_past(h_i, v, B_i, past[i])
             v = x_i * convolved
         return self.dropout(self.proj_output(v.mT)), (window, *past)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_ref.layers.state import State
 
-NEVER = -1e38
+EMPTY_EXPONENT = -1e38
 
 
 def token_shift(x: Tensor, last: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class RWKVTimeMix(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         zeros = self.time_first.new_zeros(batch_size, len(self.time_first))
-        return zeros, zeros, zeros, torch.full_like(zeros, NEVER)
+        return zeros, zeros, zeros, torch.full_like(zeros, EMPTY_EXPONENT)
 
 
 class RWKVChannelMix(nn.Module):

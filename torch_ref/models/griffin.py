@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ref.layers.griffin import GriffinBlock, ZeroCenteredRMSNorm
+from torch_ref.layers.griffin import GriffinBlock
+from torch_ref.layers.norm import ZeroCenteredRMSNorm
 
 State = tuple[Any, ...]
 

@@ -4,8 +4,8 @@ All contenders get torch's weights. A peer with a single bias gets the sum of to
 """
 
 from benchmarks.families.gated import jax_peers
+from benchmarks.families.gated.ours_and_torch import contenders
 from benchmarks.families.gated.problem import problems
-from benchmarks.families.gated.sides import contenders
 
 contenders |= jax_peers.contenders
 

@@ -9,23 +9,23 @@ import numpy as np
 from flax import linen, nnx
 
 from benchmarks.families.gated.problem import GATES, Gated
-from benchmarks.problem import Contenders, Function, LeftOut
+from benchmarks.problem import CannotSolve, Contenders, Function
 
 contenders = Contenders()
 
 
-def plain(make: Callable[[Gated], Function]) -> Callable[[Gated], Function]:
+def one_direction_only(make: Callable[[Gated], Function]) -> Callable[[Gated], Function]:
     """Leaves a peer out of problems with two directions or with lengths."""
 
     def without_options(problem: Gated) -> Function:
         if problem.bidirectional or problem.padded:
-            raise LeftOut("it is measured in one direction and without lengths")
+            raise CannotSolve("it is measured in one direction and without lengths")
         return make(problem)
 
     return without_options
 
 
-def named(x, w_ih, w_hh, bias) -> dict[str, Any]:
+def named_gradients(x, w_ih, w_hh, bias) -> dict[str, Any]:
     """Names gradients as torch does. Matrices are (in, gates), `bias` is the sum of both biases."""
     return {"x": x, "weight_ih_l0": w_ih.T, "weight_hh_l0": w_hh.T, "bias_ih_l0": bias}
 
@@ -37,14 +37,14 @@ def zero_state(problem: Gated):
 
 
 @contenders.jax("equinox")
-@plain
+@one_direction_only
 def equinox(problem: Gated):
     """Equinox's cells in a `lax.scan`."""
     import equinox as eqx  # pyright: ignore[reportMissingImports]
 
     cells: dict[str, Any] = {"LSTM": eqx.nn.LSTMCell, "GRU": eqx.nn.GRUCell}
     if problem.cell not in cells:
-        raise LeftOut("it has no simple cell")
+        raise CannotSolve("it has no simple cell")
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
     cell = cells[problem.cell](problem.hidden, problem.hidden, key=jax.random.key(0))
     weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias": b_ih + b_hh}
@@ -64,19 +64,19 @@ def equinox(problem: Gated):
 
     def of_torch(gradients):
         x, weights = gradients
-        return named(x, weights["weight_ih"].T, weights["weight_hh"].T, weights["bias"])
+        return named_gradients(x, weights["weight_ih"].T, weights["weight_hh"].T, weights["bias"])
 
     return Function((x, weights), apply, of_torch)
 
 
 @contenders.jax("haiku")
-@plain
+@one_direction_only
 def haiku(problem: Gated):
     """Haiku's LSTM in `hk.dynamic_unroll`."""
     import haiku as hk  # pyright: ignore[reportMissingImports]
 
     if problem.cell != "LSTM":
-        raise LeftOut("its GRU resets before the product, its RNN has relu")
+        raise CannotSolve("its GRU resets before the product, its RNN has relu")
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
 
     def reordered(w):  # from torch's order i, f, g, o to haiku's i, g, f, o, or back
@@ -97,7 +97,7 @@ def haiku(problem: Gated):
         x, weights = gradients
         kernel, bias = (reordered(weights["lstm/linear"][key]) for key in "wb")
         w_ih, w_hh = np.split(kernel, 2)
-        return named(x, w_ih, w_hh, bias)
+        return named_gradients(x, w_ih, w_hh, bias)
 
     return Function((x, weights), lambda params: transformed.apply(params[1], params[0]), of_torch)
 
@@ -149,7 +149,7 @@ def nnx_rnn(problem: Gated):
 
 
 @contenders.jax("linen.RNN")
-@plain
+@one_direction_only
 def linen_rnn(problem: Gated):
     """Flax Linen's RNN, with the optimized LSTM cell."""
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
@@ -178,13 +178,13 @@ def linen_rnn(problem: Gated):
         parts = [(cell[f"i{g}"], cell[f"h{g}"], cell[f"{biased}{g}"]["bias"]) for g in gates]
         w_i, w_h, bias = zip(*parts, strict=True)
         w_ih, w_hh = (np.concatenate([w["kernel"] for w in ws], axis=-1) for ws in (w_i, w_h))
-        return named(x, w_ih, w_hh, np.concatenate(bias))
+        return named_gradients(x, w_ih, w_hh, np.concatenate(bias))
 
     return Function((x, cell), apply, of_torch)
 
 
 @contenders.jax("keras")
-@plain
+@one_direction_only
 def keras(problem: Gated):
     """Keras's layers on the JAX backend."""
     import keras  # pyright: ignore[reportMissingImports]
@@ -214,6 +214,6 @@ def keras(problem: Gated):
     def of_torch(gradients):
         x, weights = gradients
         w_ih, w_hh, bias = map(reordered, weights)
-        return named(x, w_ih, w_hh, bias[0] if problem.cell == "GRU" else bias)
+        return named_gradients(x, w_ih, w_hh, bias[0] if problem.cell == "GRU" else bias)
 
     return Function((x, weights), apply, of_torch)

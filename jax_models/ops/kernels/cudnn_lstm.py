@@ -17,7 +17,7 @@ from jax_models.ops.rows import Rows
 
 MAX_STEPS = 65_535
 """The longest sequence that cuDNN supports (github.com/pytorch/pytorch/issues/133751)."""
-COARSE = (
+LOW_PRECISIONS = (
     *(None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32"),
     *("BF16_BF16_F32", "TF32_TF32_F32"),
 )
@@ -70,13 +70,13 @@ def cudnn_lstm(
     """
     batch, time, in_features = x.shape
     num_layers = len(cells) // (2 if bidirectional else 1)
-    coarse = jax.default_matmul_precision.value in COARSE
+    coarse = jax.default_matmul_precision.value in LOW_PRECISIONS
     precision = jax.lax.Precision.HIGH if coarse else jax.lax.Precision.HIGHEST
     options = Options(in_features, state.h.shape[2], num_layers, 0.0, bidirectional, precision)
     # cuDNN does not support rows of length 0 (github.com/jax-ml/jax/issues/17966), so they run one
     # step, whose results are discarded below.
     ends = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
-    results: Any = _forward(options, x, *state, packed(cells), ends)
+    results: Any = _forward(options, x, *state, packed_weights(cells), ends)
     y, *last, _ = results
     if lengths is None:
         return y, LSTMState(*last)
@@ -133,7 +133,7 @@ def num_gpus() -> int:
     return len(gpus)
 
 
-def packed(cells: list[dict[str, Array]]) -> Float[Array, " parameters"]:
+def packed_weights(cells: list[dict[str, Array]]) -> Float[Array, " parameters"]:
     """The weights in cuDNN's format: all matrices, (out, in), then all biases."""
     no_bias = jnp.zeros_like(cells[0]["kernel_hh"][0])
     kernels = [cell[name].T.ravel() for cell in cells for name in ("kernel_ih", "kernel_hh")]
@@ -153,37 +153,37 @@ def _forward(options: Options, x, h, c, weights, ends):
     return forward(x, h, c, weights, ends)
 
 
-def _forward_and_keep(options: Options, *args):
+def _forward_fwd(options: Options, *args):
     results: Any = _forward(options, *args)
     y, _, _, reserve = results
     return results, (*args, y, reserve)
 
 
-def _from_kept(options: Options, kept, gradients):
-    primal_gradients: Any = _backward(options, kept, gradients[:3])
+def _forward_bwd(options: Options, residuals, gradients):
+    primal_gradients: Any = _backward(options, residuals, gradients[:3])
     return *primal_gradients, None
 
 
-_forward.defvjp(_forward_and_keep, _from_kept)
+_forward.defvjp(_forward_fwd, _forward_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(options: Options, kept, gradients):
+def _backward(options: Options, residuals, gradients):
     """The gradients with respect to x, h, c and the weights."""
 
     @sequential_vmap
-    def backward(kept, gradients):
-        return rnn.lstm_bwd(*options, kept, gradients)[:4]
+    def backward(residuals, gradients):
+        return rnn.lstm_bwd(*options, residuals, gradients)[:4]
 
-    return backward(kept, gradients)
-
-
-def _backward_and_keep(options: Options, kept, gradients):
-    return _backward(options, kept, gradients), (kept, gradients)
+    return backward(residuals, gradients)
 
 
-def _second_derivative(options: Options, kept, second_gradients):
-    (*primals, ends, _, _), gradients = kept
+def _backward_fwd(options: Options, residuals, gradients):
+    return _backward(options, residuals, gradients), (residuals, gradients)
+
+
+def _second_derivative(options: Options, residuals, second_gradients):
+    (*primals, ends, _, _), gradients = residuals
     input_size, hidden_size, num_layers, dropout, bidirectional, _ = options
 
     def reference(x, h, c, weights):
@@ -199,4 +199,4 @@ def _second_derivative(options: Options, kept, second_gradients):
     return (*primal_gradients, None, None, None), gradient_gradients
 
 
-_backward.defvjp(_backward_and_keep, _second_derivative)
+_backward.defvjp(_backward_fwd, _second_derivative)

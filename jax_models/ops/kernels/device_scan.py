@@ -33,7 +33,7 @@ class DeviceScan:
         gpu: Kernel | None = None,
         shapes: Callable[..., list[Any]],
         axis_of_rows: Callable[[Array], int],
-        instead: str,
+        alternative: str,
     ):
         """Makes a scan of the given kernels.
 
@@ -45,14 +45,14 @@ class DeviceScan:
                 states.
             axis_of_rows: returns the axis of an array along which the rows of several scans are
                 joined.
-            instead: the name of a method that works where no kernel does, for errors.
+            alternative: the name of a method that works where no kernel does, for errors.
 
         """
         self.primitive = primitive = Primitive(name)
         self.shapes = shapes
         self.tpu = tpu
         self.axis_of_rows = axis_of_rows
-        self.instead = instead
+        self.alternative = alternative
         primitive.multiple_results = True
         primitive.def_impl(jax.jit(primitive.bind, static_argnames=PARAMETERS))
         primitive.def_abstract_eval(self._abstract)
@@ -79,18 +79,20 @@ class DeviceScan:
 
         def rule(ctx, *args, step, states, outputs, reverse, fallback):
             def lower(scan):
-                return mlir.lower_fun(_flat(scan, states), multiple_results=True)(ctx, *args)
+                return mlir.lower_fun(_flatten_scan(scan, states), multiple_results=True)(
+                    ctx, *args
+                )
 
             try:
                 if any(is_symbolic_dim(size) for x in ctx.avals_in for size in x.shape):
                     raise NotImplementedError("a program for any size can have no kernel")
-                if _divided_by_xla(ctx.module_context.axis_context):
+                if _is_auto_sharded(ctx.module_context.axis_context):
                     raise NotImplementedError("XLA cannot divide a kernel over devices by itself")
                 return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
             except NotImplementedError as error:
                 if fallback is None:
                     raise NotImplementedError(
-                        f'method: "pallas" cannot serve here, "{self.instead}" can: {error}'
+                        f'method: "pallas" cannot serve here, "{self.alternative}" can: {error}'
                     ) from error
                 return lower(fallback)
 
@@ -103,16 +105,18 @@ class DeviceScan:
 
     def _interpreted(self, *, step, states: int, **options):
         """Returns the TPU's kernel in Pallas's interpreter, which runs without the primitive."""
-        scan = custom_vmap(_flat(partial(self.tpu, step, interpret=True, **options), states))
+        scan = custom_vmap(
+            _flatten_scan(partial(self.tpu, step, interpret=True, **options), states)
+        )
 
         @scan.def_vmap
         def _(size, batched, *args):
-            results = self._rows_of_one(scan, size, args, [0 if each else None for each in batched])
+            results = self._as_one_scan(scan, size, args, [0 if each else None for each in batched])
             return results, [True] * len(results)
 
         return scan
 
-    def _rows_of_one(self, scan, size: int, args, axes):
+    def _as_one_scan(self, scan, size: int, args, axes):
         """Runs a batch of scans as a single scan with more rows."""
 
         def merged(x, axis):
@@ -130,18 +134,19 @@ class DeviceScan:
 
     def _batched(self, args, axes, **params):
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-        results = self._rows_of_one(partial(self.primitive.bind, **params), size, args, axes)
+        results = self._as_one_scan(partial(self.primitive.bind, **params), size, args, axes)
         return results, [0] * len(results)
 
     def _jvp(self, primals, tangents, *, states: int, fallback, **params):
         if fallback is None:
             raise NotImplementedError(
-                f'method: "pallas" has first derivatives only, "auto" and "{self.instead}" have all'
+                f'method: "pallas" has first derivatives only, '
+                f'"auto" and "{self.alternative}" have all'
             )
 
         results = self.primitive.bind(*primals, states=states, fallback=fallback, **params)
         tangents = tuple(map(ad.instantiate_zeros, tangents))
-        return results, jax.jvp(_flat(fallback, states), primals, tangents)[1]
+        return results, jax.jvp(_flatten_scan(fallback, states), primals, tangents)[1]
 
 
 def known_size(*axes) -> int:
@@ -154,7 +159,7 @@ KERNEL_METHODS = {"pallas": False, "pallas_interpreted": True}
 PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 
-def _flat(scan: Kernel, states: int):
+def _flatten_scan(scan: Kernel, states: int):
     """Flattens the arguments of a scan to states, inputs, and its results to outputs, states."""
 
     def flat(*args):
@@ -164,7 +169,7 @@ def _flat(scan: Kernel, states: int):
     return flat
 
 
-def _divided_by_xla(context) -> bool:
+def _is_auto_sharded(context) -> bool:
     """Whether XLA divides the program over devices by itself, outside of `jax.shard_map`."""
     if hasattr(context, "manual_axes"):
         manual = context.manual_axes | frozenset(getattr(context.mesh, "manual_axes", ()))

@@ -133,5 +133,5 @@ by_kernel = DeviceScan(
     tpu=matrix_scan_tpu.matrix_scan,
     shapes=_shapes,
     axis_of_rows=lambda x: x.ndim - 3,
-    instead="chunked",
+    alternative="chunked",
 )

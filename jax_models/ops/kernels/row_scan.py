@@ -70,5 +70,5 @@ by_kernel = DeviceScan(
     gpu=row_scan_gpu.row_scan,
     shapes=shapes,
     axis_of_rows=lambda _: 0,
-    instead="associative",
+    alternative="associative",
 )

@@ -8,7 +8,7 @@ from jax.experimental.pallas import triton as plt
 
 LANES = 32
 """The number of features of one program, which is a warp with one thread per feature."""
-AHEAD = 16
+GROUP = 16
 """The number of steps in a group. One group is loaded while the previous one is computed."""
 
 
@@ -27,7 +27,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     batch, time, features = xs[0].shape
     dtype = start[0].dtype
     # Steps are processed in groups of AHEAD, so that a group is computed while the next is loaded.
-    groups = time // AHEAD
+    groups = time // GROUP
 
     def kernel(starts, inputs, results, lasts):
         row, first = pl.program_id(0), pl.program_id(1) * LANES
@@ -41,8 +41,8 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
             mask = inside & (t < time)
             return [plt.load(x.at[at(t)], mask=mask, other=0).astype(dtype) for x in inputs]
 
-        def ahead(group):
-            return [load(group * AHEAD + j) for j in range(AHEAD)]
+        def load_group(group):
+            return [load(group * GROUP + j) for j in range(GROUP)]
 
         def advance(t, state, now):
             state, ys = step(state, *now)
@@ -52,16 +52,16 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
         def take(group, state_and_inputs):
             state, now = state_and_inputs
-            following = ahead(group + 1)
-            for j in range(AHEAD):
-                state = advance(group * AHEAD + j, state, now[j])
+            following = load_group(group + 1)
+            for j in range(GROUP):
+                state = advance(group * GROUP + j, state, now[j])
             return state, following
 
         # The steps after the last whole group are already loaded, so compute them one by one.
         state = tuple(plt.load(s.at[row, lanes], mask=inside, other=0) for s in starts)
-        state, now = lax.fori_loop(0, groups, take, (state, ahead(0)))
-        for j in range(time % AHEAD):
-            state = advance(groups * AHEAD + j, state, now[j])
+        state, now = lax.fori_loop(0, groups, take, (state, load_group(0)))
+        for j in range(time % GROUP):
+            state = advance(groups * GROUP + j, state, now[j])
         for ref, x in zip(lasts, state, strict=True):
             plt.store(ref.at[row, lanes], x, mask=inside)
 

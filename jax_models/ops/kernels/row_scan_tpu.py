@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 32
 """A block has multiples of these numbers of features and steps, or else all features or steps."""
-WIDTH = 1024
+REGISTER_SIZE = 1024
 """The number of features of a block times its number of rows, which is the size of a register."""
 BLOCK_BYTES = 2**23
 """The largest size of all blocks together. Mosaic has 16 MiB of VMEM."""
@@ -105,8 +105,8 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
 def _block(batch: int, time: int, features: int, streams: int) -> tuple[int, int, int]:
     """The rows, steps and features of a block, if VMEM must hold `streams` blocks in float32."""
-    width = min(features, WIDTH)
+    width = min(features, REGISTER_SIZE)
     lanes = pl.cdiv(width, LANES) * LANES
-    rows = min(batch, WIDTH // lanes)
+    rows = min(batch, REGISTER_SIZE // lanes)
     steps = BLOCK_BYTES // (4 * streams * rows * lanes) // SUBLANES * SUBLANES
     return rows, min(time, max(steps, SUBLANES)), width

@@ -38,9 +38,9 @@ def is_rounded(values: Any) -> np.ndarray:
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         of_float32 = values.astype(np.float32) == values
-        exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
+        is_exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
     short = short_decimal(values)
-    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
+    return np.isfinite(values) & of_float32 & ~is_exact & (short is None or short != values)
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
@@ -48,7 +48,7 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
     return int(sum(is_rounded(value).sum() for value in values))
 
 
-def moves_to(
+def moves_to_digits(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The moves that give each constant the digits of an array, and masks of what no array has.
@@ -84,7 +84,7 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return np.where(is_rounded(value) & is_near, nearest, np.nan)
 
 
-def unknown_in(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
+def unknown_numbers(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
     """Masks of the numbers that are rounded to float32 and do not occur in the other arrays.
 
     A number occurs if another array contains it with either sign.
@@ -112,13 +112,13 @@ def digits_of(values: Iterable[np.ndarray], moves: Iterable[np.ndarray]) -> Digi
     numbers, factors = numbers[order], 1 + factors[order]
 
     def digits(array: np.ndarray) -> np.ndarray:
-        at = np.minimum(np.searchsorted(numbers, array), numbers.size - 1)
-        return np.where(numbers[at] == array, array * factors[at], array)
+        index = np.minimum(np.searchsorted(numbers, array), numbers.size - 1)
+        return np.where(numbers[index] == array, array * factors[index], array)
 
     return digits
 
 
-def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+def named_by_number(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """Constants without names, numbered."""
     return {f"constant {i}": value for i, value in enumerate(values)}
 

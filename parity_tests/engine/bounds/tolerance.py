@@ -15,7 +15,7 @@ square of y64.
   few roundings cause most of the error. So the twin runs up to `ROUNDED_RUNS` times in float64,
   with the result of each operation off by up to `OPERATION_ULPS` at random (`torch_rounding.py`,
   `candidates/jax_rounding.py`). The largest error of these runs is the bound, if it is larger. The
-  runs stop as soon as they settle the verdict: see `raised`.
+  runs stop as soon as they settle the verdict: see `raise_bounds`.
 - No bound is above `UNDETERMINED`: if rounding alone causes such an error in a dtype, the dtype
   does not determine the result, and the comparison shows nothing.
 
@@ -43,12 +43,12 @@ OPERATION_ULPS = 8.0
 """How far an operation may be off, in ulp. XLA's tanh alone is off by up to 5.6 ulp on a CPU."""
 ROUNDED_RUNS = 8
 """The largest number of runs with random rounding."""
-PLAIN = 1e4
-"""An error is plainly too large if it is more than `PLAIN` ** (1 / n) times that of each of n runs.
+CLEAR_FACTOR = 1e4
+"""An error clearly exceeds n runs if it is `CLEAR_FACTOR` ** (1 / n) times that of each of them.
 
 With a probability of about p ** n, all n runs err by less than a fraction p of the largest error
-that rounding can cause. So rounding explains a plainly too large error less than once in `PLAIN`
-times.
+that rounding can cause. So rounding explains an error that clearly exceeds them less than once in
+`CLEAR_FACTOR` times.
 """
 FLOAT64 = 1e-12
 """The largest relative error of JAX that is accepted in float64."""
@@ -138,7 +138,7 @@ def relative_errors(
     """
     if tensors.keys() != oracle.keys():
         raise ValueError(f"expected the tensors {sorted(oracle)}, got {sorted(tensors)}")
-    scales = {name: rms(finite(expected)) for name, expected in oracle.items()}
+    scales = {name: rms(finite_or_zero(expected)) for name, expected in oracle.items()}
     largest = max(scales.values(), default=0.0)
     errors = {}
     for name, expected in oracle.items():
@@ -152,7 +152,7 @@ def relative_errors(
     return errors
 
 
-def finite(x: np.ndarray) -> np.ndarray:
+def finite_or_zero(x: np.ndarray) -> np.ndarray:
     """The array, with zeros in place of NaN and infinity."""
     are_finite = np.isfinite(x)
     return x if are_finite.all() else np.where(are_finite, x, 0)
@@ -168,23 +168,27 @@ def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return actual - expected
 
 
-def raised(
+def raise_bounds(
     bounds: Mapping[Any, float],
     errors: Mapping[Any, float],
     runs: Iterable[Mapping[Any, float]],
-    plain: Mapping[Any, float],
+    clear_excess: Mapping[Any, float],
 ) -> Mapping[Any, float]:
     """The bounds, raised to the largest errors of runs with random rounding where these are larger.
 
-    The runs stop as soon as each error is either within its bound or plainly too large. `plain`
-    says above which number an error is plainly too large before the first run; after n runs,
-    `PLAIN` decides.
+    The runs stop as soon as each error is either within its bound or clearly too large. Before the
+    first run, an error above `clear_excess` is clearly too large; after n runs, `CLEAR_FACTOR`
+    decides.
     """
     for count, scatter in enumerate(itertools.chain([{}], runs)):
         bounds = {name: max(bound, scatter.get(name, 0.0)) for name, bound in bounds.items()}
         if count:
-            plain = {name: PLAIN ** (1 / count) * bound for name, bound in bounds.items()}
-        if all(errors[n] <= bound or not errors[n] <= plain[n] for n, bound in bounds.items()):
+            clear_excess = {
+                name: CLEAR_FACTOR ** (1 / count) * bound for name, bound in bounds.items()
+            }
+        if all(
+            errors[n] <= bound or not errors[n] <= clear_excess[n] for n, bound in bounds.items()
+        ):
             break
     return bounds
 
@@ -211,18 +215,18 @@ def tensor_errors(
             as much, but by no more than its bound in float32. By default there are none.
 
     """
-    single = {name: max(floor(np.float32), K * error) for name, error in torch32.items()}
+    float32_bounds = {name: max(floor(np.float32), K * error) for name, error in torch32.items()}
     bounds = {
-        name: max(floor(dtype), K * error, min(K * constants.get(name, 0.0), single[name]))
+        name: max(floor(dtype), K * error, min(K * constants.get(name, 0.0), float32_bounds[name]))
         for name, error in torch.items()
     }
     # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one, so
-    # an error of float32's size in float64 needs no run to be plainly too large.
-    plain = {
+    # an error of float32's size in float64 needs no run to be clearly too large.
+    clear_excess = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
         for name, error in torch32.items()
     }
-    bounds = raised(bounds, jax, rounded, plain)
+    bounds = raise_bounds(bounds, jax, rounded, clear_excess)
     return {
         name: Error(
             jax[name],
@@ -248,11 +252,10 @@ def group_error(
     jax: Tensors,
     torch32: Tensors,
     rounded: Iterable[Mapping[str, float]],
-    negligible: bool = False,
 ) -> Error:
-    """The worst error of the tensors; `negligible` is as in `relative_errors`."""
+    """The worst error of the tensors."""
     errors = {
-        name: relative_errors(tensors, oracle, negligible=negligible)
+        name: relative_errors(tensors, oracle)
         for name, tensors in {"torch": torch, "jax": jax, "torch32": torch32}.items()
     }
     return worst(tensor_errors(dtype, **errors, rounded=rounded))

@@ -73,7 +73,7 @@ def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return is_cast and args[0].ndim == 0 and not args[0].requires_grad
 
 
-def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def widen_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of an operation, all cast to float64 if some of them are in float64.
 
     A tensor that the operation writes into is not cast.
@@ -125,7 +125,7 @@ class InFloat64(Float64Mode):
             self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.add(str(func).split(".")[1])
-        args, kwargs = widened(func, args, kwargs)
+        args, kwargs = widen_arguments(func, args, kwargs)
         results = func(*args, **kwargs)
         self.decisions += [decision.clone() for decision in decisions_in(args, results)]
         return results
@@ -151,8 +151,8 @@ class RandomRounding(Float64Mode):
         if func in FUSED:
             with self:
                 return FUSED[func](*args, **kwargs)
-        args, kwargs = widened(func, args, kwargs)
-        exact_operands = self._dtype == torch.float64 and all(map(_is_short, _floating(args)))
+        args, kwargs = widen_arguments(func, args, kwargs)
+        exact_operands = self._dtype == torch.float64 and all(map(_is_in_bfloat16, _floating(args)))
         results = func(*args, **kwargs)
         for decision in decisions_in(args, results):
             known = next(self._decisions, decision)
@@ -200,7 +200,7 @@ def _floating(tree: Any) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tensors_of(tree) if tensor.dtype in DOUBLE)
 
 
-def _is_short(x: torch.Tensor) -> bool:
+def _is_in_bfloat16(x: torch.Tensor) -> bool:
     """True if bfloat16 represents all numbers of the tensor exactly."""
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return bool((real.bfloat16() == real).all())

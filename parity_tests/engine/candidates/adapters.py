@@ -29,18 +29,18 @@ class ForeignModel:
     """A tree of arrays and of whatever else the model holds; None if it came without weights."""
     run: Callable[..., Any]
     """`run(call, weights, *inputs)` returns `call(model, *inputs)` for a model of these weights."""
-    loaded: Callable[[Any], Any] = lambda weights: weights
+    convert_loaded: Callable[[Any], Any] = lambda weights: weights
     """Converts the result of a loader to a tree like `weights`."""
-    name: Callable[[Any], str] = path_of
+    name_of: Callable[[Any], str] = path_of
     """The name in a weight table of the leaf at a path."""
     is_trained: Callable[[Any], bool] = lambda path: True
     """True if the leaf at a path is a parameter rather than a statistic."""
 
-    def named(self) -> dict[str, tuple[Any, Any]]:
+    def named_arrays(self) -> dict[str, tuple[Any, Any]]:
         """The path and the value of each floating array, by name."""
         leaves = jax.tree_util.tree_leaves_with_path(self.weights)
         floating = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
-        names = [self.name(path) for path, _ in floating]
+        names = [self.name_of(path) for path, _ in floating]
         if len({*names}) < len(names):
             names = [path_of(path) for path, _ in floating]
         return dict(zip(names, floating, strict=True))
@@ -50,7 +50,7 @@ class HeldWeights(nnx.Module):
     """The weights of a model of another framework as an `nnx.Module`, each under its name."""
 
     def __init__(self, foreign: ForeignModel):
-        for name, (path, value) in foreign.named().items():
+        for name, (path, value) in foreign.named_arrays().items():
             kind = nnx.Param if foreign.is_trained(path) else nnx.BatchStat
             setattr(self, name, kind(jnp.asarray(value)))
 
@@ -58,9 +58,11 @@ class HeldWeights(nnx.Module):
 HeldWeights.__name__ = "the model"  # in errors, because users do not know this class
 
 
-def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
+def foreign_weights(held: HeldWeights, foreign: ForeignModel) -> Any:
     """The model's tree of weights, with the values that `held` has."""
-    values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
+    values = {
+        path: getattr(held, name).get_value() for name, (path, _) in foreign.named_arrays().items()
+    }
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path, leaf), foreign.weights
     )
@@ -103,7 +105,7 @@ def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
     if variables is not None and "params" not in variables:
         variables = {"params": variables}
 
-    def loaded(weights: Any) -> Any:
+    def convert_loaded(weights: Any) -> Any:
         has_collections = isinstance(weights, Mapping) and "params" in weights
         weights = weights if has_collections else {"params": weights}
         return {**(variables or {}), **weights}
@@ -111,8 +113,8 @@ def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
     return ForeignModel(
         None if variables is None else dict(variables),
         lambda call, variables, *inputs: call(model.bind(variables), *inputs),
-        loaded,
-        name=lambda path: path_of(path[1:]),
+        convert_loaded,
+        name_of=lambda path: path_of(path[1:]),
         is_trained=lambda path: path_of(path[:1]) == "params",
     )
 
@@ -125,7 +127,7 @@ def _equinox(equinox: Any, model: Any, state: Any) -> ForeignModel | None:
     def run(call: Call, weights: Any, *inputs: Any) -> Any:
         if state is None:
             return call(weights, *inputs)
-        return call(lambda *given: weights(*given, state)[0], *inputs)
+        return call(lambda *arguments: weights(*arguments, state)[0], *inputs)
 
     return ForeignModel(equinox.nn.inference_mode(model), run, equinox.nn.inference_mode)
 
@@ -138,10 +140,10 @@ def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
     takes_rng = "rng" in inspect.signature(model.apply).parameters
 
     def run(call: Call, weights: Any, *inputs: Any) -> Any:
-        given = (*(weights if has_state else (weights,)), *((None,) if takes_rng else ()))
+        arguments = (*(weights if has_state else (weights,)), *((None,) if takes_rng else ()))
 
         def applied(*args, **kwargs):
-            result = model.apply(*given, *args, **kwargs)
+            result = model.apply(*arguments, *args, **kwargs)
             return result[0] if has_state else result
 
         return call(applied, *inputs)
@@ -149,7 +151,7 @@ def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
     return ForeignModel(
         params,
         run,
-        name=lambda path: path_of(path[1:] if has_state else path),
+        name_of=lambda path: path_of(path[1:] if has_state else path),
         is_trained=lambda path: not has_state or path_of(path[:1]) == "0",
     )
 
@@ -173,16 +175,18 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
         with keras.StatelessScope(state_mapping=mapping):
             return call(model, *inputs)
 
-    def loaded(weights: Any) -> Any:
+    def convert_loaded(weights: Any) -> Any:
         if isinstance(weights, Mapping):
-            return {**own, **weights}
+            return {**initial, **weights}
         order = [v.path for v in model.weights]
         if len(weights) == len(trained):
             order = [v.path for v in model.trainable_variables]
-        return {**own, **dict(zip(order, weights, strict=True))}
+        return {**initial, **dict(zip(order, weights, strict=True))}
 
-    own = {path: variable.value for path, variable in variables.items()}
-    return ForeignModel(own, run, loaded, is_trained=lambda path: path_of(path) in trained)
+    initial = {path: variable.value for path, variable in variables.items()}
+    return ForeignModel(
+        initial, run, convert_loaded, is_trained=lambda path: path_of(path) in trained
+    )
 
 
 ADAPTERS = {"flax.linen": _linen, "equinox": _equinox, "haiku": _haiku, "keras": _keras}

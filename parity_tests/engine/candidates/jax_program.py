@@ -5,8 +5,9 @@ float32 on both sides, even a fault far below float32's rounding is found.
 """
 
 import dataclasses
+import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +41,26 @@ ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
 
 
-def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
+def wider_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
     """The replacement for each dtype. Half precision is replaced if the torch side casts to it."""
     return DOUBLE | {half: to for half, to in DOUBLE_OF_HALF.items() if half in casts_of_torch}
 
 
 @dataclasses.dataclass
-class Found:
+class ProgramFacts:
     """Facts about a traced computation that a report should mention."""
 
     casts: list[str] = dataclasses.field(default_factory=list)
     """The lines that cast values which depend on the arguments from float64 to a coarser dtype."""
     draws: list[str] = dataclasses.field(default_factory=list)
     """The lines that draw random numbers."""
-    stays: list[str] = dataclasses.field(default_factory=list)
+    coarse_operations: list[str] = dataclasses.field(default_factory=list)
     """Operations, such as kernels, that stay in a coarser dtype whatever their inputs are."""
     dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     """The dtypes of the results without rewriting, by group and name."""
     constants: list[np.ndarray] = dataclasses.field(default_factory=list)
     """The constants that are rounded to float32, as float64 arrays."""
-    padding: bool = False
+    has_padding_gradient: bool = False
     """Whether an embedding has a gradient in a row for which torch computes none."""
     x64_error: str = ""
     """The error that tracing with x64 raises, if the program had to be traced without x64."""
@@ -82,20 +83,26 @@ def is_library(place: str) -> bool:
     return any(part in place for part in ("site-packages", ENGINE, STANDARD))
 
 
-def look_into(closed: ClosedJaxpr, found: Found) -> None:
-    """Add the casts and random draws of a program, including its inner bodies, to `found`."""
+def first_of(places: Iterable[str]) -> str:
+    """The first of some lines of code, shortened, and the number of the others."""
+    first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
+    return first + (f", and {len(others)} more" if others else "")
+
+
+def collect_facts(closed: ClosedJaxpr, facts: ProgramFacts) -> None:
+    """Add the casts and random draws of a program, including its inner bodies, to `facts`."""
     for equation, varies, place in equations_in(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            widest = {*DOUBLE} if found.x64_error else {*DOUBLE.values()}
+            widest = {*DOUBLE} if facts.x64_error else {*DOUBLE.values()}
             coarser = {*DOUBLE, *DOUBLE_OF_HALF} - widest
             if str(old) in widest and str(new) in coarser and ENGINE not in place:
-                found.casts.append(f"{old} to {new} at {place}")
+                facts.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
-            found.draws.append(place)
-    found.casts = [*dict.fromkeys(found.casts)]
-    found.draws = [*dict.fromkeys(found.draws)]
+            facts.draws.append(place)
+    facts.casts = [*dict.fromkeys(facts.casts)]
+    facts.draws = [*dict.fromkeys(facts.draws)]
 
 
 def equations_in(
@@ -115,8 +122,12 @@ def equations_in(
         here = place_of(equation) or place
         yield equation, varies, here
         for body, _ in bodies_in(equation.params):
-            exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
-            yield from equations_in(body, operands if exact else [varies] * len(body.invars), here)
+            has_same_operands = equation.primitive.name in CALLS and len(body.invars) == len(
+                operands
+            )
+            yield from equations_in(
+                body, operands if has_same_operands else [varies] * len(body.invars), here
+            )
 
 
 def bodies_in(params: Mapping[str, Any]) -> Iterator[tuple[Any, Sequence[Any]]]:

@@ -14,11 +14,11 @@ from jax import lax
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.candidates.adapters import is_inexact
+from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import called_body
-from parity_tests.engine.candidates.lift import Lift
 
 BRANCHING = ("scan", "while", "cond")
-EXACT = (
+EXACT_OPERATIONS = (
     "abs",
     "broadcast_in_dim",
     "concatenate",
@@ -63,7 +63,7 @@ def exact_and_rounded(x: Any) -> Any:
     return ExactAndRounded(x, x) if is_inexact(x) else x
 
 
-class Rounded(Lift):
+class RoundingEvaluator(Evaluator):
     """Evaluates a program, and rounds the result of each operation to a dtype at random."""
 
     def __init__(self, dtype: str, seed: Any, *args: Any):
@@ -75,10 +75,10 @@ class Rounded(Lift):
         results = super().evaluate(args)
         return [x.rounded if isinstance(x, ExactAndRounded) else x for x in results]
 
-    def _up(self, x: Any) -> Any:
+    def _widen(self, x: Any) -> Any:
         if isinstance(x, ExactAndRounded):
-            return ExactAndRounded(*map(super()._up, x))
-        return super()._up(x)
+            return ExactAndRounded(*map(super()._widen, x))
+        return super()._widen(x)
 
     def _body(self, closed: Any) -> Callable[..., list[Any]]:
         body = super()._body(closed)
@@ -91,11 +91,11 @@ class Rounded(Lift):
         if called_body(equation) is not None:
             return super()._equation(equation, operands)
         exact, rounded = (
-            super(Rounded, self)._equation(equation, [_part(x, i) for x in operands])
+            super(RoundingEvaluator, self)._equation(equation, [_component(x, i) for x in operands])
             for i in range(2)
         )
         return [
-            ExactAndRounded(x, y if name in EXACT else self._round(y, operands))
+            ExactAndRounded(x, y if name in EXACT_OPERATIONS else self._round(y, operands))
             if is_inexact(x)
             else x
             for x, y in zip(exact, rounded, strict=True)
@@ -106,45 +106,47 @@ class Rounded(Lift):
             return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
         if x.dtype != jnp.float64:  # computed in another dtype, whatever the inputs
             return x
-        parts = filter(is_inexact, [_part(each, 1) for each in operands])
-        are_short = self._dtype != "float64" or all_short([*parts])
+        parts = filter(is_inexact, [_component(each, 1) for each in operands])
+        are_short = self._dtype != "float64" or all_in_bfloat16([*parts])
         self._count += 1
-        return moved(self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count)
+        return randomly_rounded(
+            self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count
+        )
 
 
-def _part(x: Any, i: int) -> Any:
+def _component(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, ExactAndRounded) else x
 
 
-def in_format(dtype: str, x: jax.Array) -> jax.Array:
+def round_to(dtype: str, x: jax.Array) -> jax.Array:
     """The numbers in float64, rounded to a dtype."""
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
-def all_short(arrays: Sequence[jax.Array]) -> Any:
+def all_in_bfloat16(arrays: Sequence[jax.Array]) -> Any:
     """True if bfloat16 represents all these numbers exactly."""
     parts = [part for x in arrays for part in (x.real, x.imag)]
-    return jnp.asarray([(in_format("bfloat16", part) == part).all() for part in parts]).all()
+    return jnp.asarray([(round_to("bfloat16", part) == part).all() for part in parts]).all()
 
 
 @partial(jax.jit, static_argnums=0)
-def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
+def randomly_rounded(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
     """The float64 numbers rounded to a dtype; those that it cannot represent are perturbed first.
 
     For float64 itself, a number is kept if bfloat16 represents it and the operands (`are_short`).
     The random perturbation depends on the seed, the operation, the place and the number.
     """
-    kept = in_format("bfloat16" if dtype == "float64" else dtype, x) == x
+    is_kept = round_to("bfloat16" if dtype == "float64" else dtype, x) == x
     place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
-    key = _mixed(seed ^ _mixed(jnp.asarray(count, jnp.uint64)))
-    bits = _mixed(lax.bitcast_convert_type(x, jnp.uint64) + _mixed(place ^ key))
+    key = _hash(seed ^ _hash(jnp.asarray(count, jnp.uint64)))
+    bits = _hash(lax.bitcast_convert_type(x, jnp.uint64) + _hash(place ^ key))
     noise = (bits >> 11).astype(jnp.float64) * 2.0**-52 - 1
-    rounded = in_format(dtype, x * (1 + OPERATION_ULPS * ulp(dtype) * noise))
-    return jnp.where(kept & are_short, x, rounded)
+    rounded = round_to(dtype, x * (1 + OPERATION_ULPS * ulp(dtype) * noise))
+    return jnp.where(is_kept & are_short, x, rounded)
 
 
-def _mixed(bits: jax.Array) -> jax.Array:
+def _hash(bits: jax.Array) -> jax.Array:
     """A hash of 64 bits (SplitMix64's finalizer)."""
     bits = bits + jnp.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)

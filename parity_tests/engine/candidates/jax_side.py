@@ -12,24 +12,29 @@ import numpy as np
 
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.adapters import is_inexact
-from parity_tests.engine.candidates.jax_program import Found, is_real, lifted_dtypes, look_into
-from parity_tests.engine.candidates.jax_rounding import Rounded
-from parity_tests.engine.candidates.lift import (
-    ArgumentFree,
-    Lift,
-    PartialLift,
-    rewritten,
-    traced,
+from parity_tests.engine.candidates.evaluator import (
+    ArgumentFreeEvaluator,
+    Evaluator,
+    PartialEvaluator,
+    trace_program,
+    with_dtypes,
 )
+from parity_tests.engine.candidates.jax_program import (
+    ProgramFacts,
+    collect_facts,
+    is_real,
+    wider_dtypes,
+)
+from parity_tests.engine.candidates.jax_rounding import RoundingEvaluator
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
 from parity_tests.engine.results import (
     GROUPS,
     Results,
-    aligned,
+    clear_padding_gradients,
     cotangents,
-    grouped,
+    leaves_by_group,
     only_floating,
-    without_padding,
+    with_names_of,
 )
 
 Leaves = dict[int, Any]
@@ -42,7 +47,7 @@ class Settings(NamedTuple):
     dtype: str
     names: tuple[tuple[str, str], ...] = ()
     """The group and name of each of the oracle's results."""
-    lifted: tuple[tuple[str, str], ...] = ()
+    wider_dtypes: tuple[tuple[str, str], ...] = ()
     """The dtypes that are replaced, and their replacements."""
     backward: bool = False
 
@@ -58,27 +63,27 @@ class Arguments:
             weights = 0
         self.differentiated: Leaves = {}
         self.others: Leaves = {}
-        self._fixed: Leaves = {}
+        self._constants: Leaves = {}
         for i, leaf in enumerate(leaves):
             if not hasattr(leaf, "dtype"):
-                self._fixed[i] = leaf
+                self._constants[i] = leaf
             elif is_inexact(leaf) and not weights <= i < self.model_size:
                 self.differentiated[i] = leaf
             else:
                 self.others[i] = leaf
-        flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in self._fixed.items()]
+        flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in self._constants.items()]
         shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
         self.key = self._structure, len(self.differentiated), (*flags,), (*shapes,)
         """Equal for arguments for which the same program can run."""
 
     @property
-    def joined(self) -> Callable[[Leaves, Leaves], tuple[Any, Any, Any]]:
+    def join(self) -> Callable[[Leaves, Leaves], tuple[Any, Any, Any]]:
         """A function that makes weights, rest and inputs from `differentiated` and `others`."""
-        return partial(_joined, self._structure, self._fixed)
+        return partial(_join, self._structure, self._constants)
 
 
-def _joined(structure: Any, fixed: Leaves, differentiated: Leaves, others: Leaves) -> Any:
-    leaves = {**fixed, **others, **differentiated}
+def _join(structure: Any, constants: Leaves, differentiated: Leaves, others: Leaves) -> Any:
+    leaves = {**constants, **others, **differentiated}
     return jax.tree.unflatten(structure, [leaves[i] for i in range(len(leaves))])
 
 
@@ -104,13 +109,13 @@ class JaxSide:
         platform: str = "cpu",
         *,
         precision: str = "highest",
-        evaluator: Callable[..., Lift] = Lift,
+        evaluator: Callable[..., Evaluator] = Evaluator,
         rounding: str | None = None,
     ):
         self._problem, self._evaluator, self._rounding = problem, evaluator, rounding
         self._device, self._precision = jax.devices(platform)[0], precision
-        self._programs: dict[Any, tuple[Callable[..., Any], Found]] = {}
-        self.found: dict[str, Found] = {}
+        self._programs: dict[Any, tuple[Callable[..., Any], ProgramFacts]] = {}
+        self.facts: dict[str, ProgramFacts] = {}
         """The facts that were found in the program of the last run in each dtype."""
 
     def run(
@@ -132,20 +137,20 @@ class JaxSide:
         settings = Settings(
             dtype,
             tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
-            tuple(lifted_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
+            tuple(wider_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
             "input gradient" in oracle,
         )
         with self._context(dtype):
             args = Arguments(problem, dtype)
-            given = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
-            # A new program gets a `Found` of its own.
+            drawn = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
+            # A new program gets a `ProgramFacts` of its own.
             if (key := (settings, args.key)) not in self._programs:
-                found = Found()
-                program = partial(self._forward_and_backward, settings, args.joined, found)
-                self._programs[key] = jax.jit(program), found
-            program, self.found[dtype] = self._programs[key]
+                facts = ProgramFacts()
+                program = partial(self._forward_and_backward, settings, args.join, facts)
+                self._programs[key] = jax.jit(program), facts
+            program, self.facts[dtype] = self._programs[key]
             groups, gradient = jax.device_get(
-                program(noise, args.differentiated, args.others, given)
+                program(noise, args.differentiated, args.others, drawn)
             )
         results = Results({group: dict(named) for group, named in groups.items()})
         if gradient is None:
@@ -155,44 +160,46 @@ class JaxSide:
         of_inputs = [gradient[i] for i in sorted(gradient) if i >= args.model_size]
         results["input gradient"] = dict(zip(oracle["input gradient"], of_inputs, strict=True))
         if problem.to_torch is not None:
-            weights, rest, _ = args.joined(gradient, args.others)
+            weights, rest, _ = args.join(gradient, args.others)
             by_key = problem.to_torch(weights, rest)
             # A weight that no parameter holds has no influence on the results: its gradient is 0.
             results["weight gradients"] = {
                 name: by_key.get(name, np.zeros_like(like))
                 for name, like in oracle["weight gradients"].items()
             }
-            self.found[dtype].padding = without_padding(results, oracle.padding)
+            self.facts[dtype].has_padding_gradient = clear_padding_gradients(
+                results, oracle.padding
+            )
         return results
 
-    def shapes(self, problem: Problem) -> tuple[Results, Found]:
+    def shapes(self, problem: Problem) -> tuple[Results, ProgramFacts]:
         """Zeros in the shapes of the float64 result, and the facts found in the program."""
         with self._context("float64"):
-            found = Found()
-            closed, groups, _ = self._traced(problem, found)
-            look_into(closed, found)
+            facts = ProgramFacts()
+            closed, groups, _ = self._trace_forward(problem, facts)
+            collect_facts(closed, facts)
         zeros = {
             group: {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in named.items()}
             for group, named in groups.items()
         }
-        return Results(zeros), found
+        return Results(zeros), facts
 
     def argument_free(self, problem: Problem) -> list[np.ndarray]:
         """The arrays of the float64 forward pass that depend on no input and no weight."""
         with self._context("float64"):
-            closed, *_ = self._traced(problem, Found())
-            return ArgumentFree(closed, lifted_dtypes(set())).arrays()
+            closed, *_ = self._trace_forward(problem, ProgramFacts())
+            return ArgumentFreeEvaluator(closed, wider_dtypes(set())).arrays()
 
     def compute_weights(self, problem: Problem) -> None:
         """Run the part of the float64 forward pass that depends on weights but on no input."""
         with self._context("float64"):
-            closed, _, args = self._traced(problem, Found())
+            closed, _, args = self._trace_forward(problem, ProgramFacts())
             given = [
                 leaf if i < args.model_size else None
                 for leaves in (args.differentiated, args.others)
                 for i, leaf in leaves.items()
             ]
-            PartialLift(closed, {}, Found()).evaluate(given)
+            PartialEvaluator(closed, {}, ProgramFacts()).evaluate(given)
 
     def constants_of(self, problem: Problem) -> list[np.ndarray]:
         """The constants that are rounded to float32: the module's first, then those of its code."""
@@ -201,13 +208,13 @@ class JaxSide:
         leaves = jax.tree.leaves(rest)
         real = [np.asarray(leaf) for leaf in leaves if is_real(getattr(leaf, "dtype", None))]
         held = [array for array in real if is_rounded(array).any()]
-        return [*held, *self.found["float64"].constants]
+        return [*held, *self.facts["float64"].constants]
 
-    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, Arguments]:
+    def _trace_forward(self, problem: Problem, facts: ProgramFacts) -> tuple[Any, Any, Arguments]:
         """The program of the forward pass, the shapes of its results, and its arguments."""
         args = Arguments(problem, "float64")
-        forward = partial(self._forward, Settings("float64"), args.joined, found)
-        closed, (_, groups) = traced(forward, (args.differentiated, args.others), found)
+        forward = partial(self._forward, Settings("float64"), args.join, facts)
+        closed, (_, groups) = trace_program(forward, (args.differentiated, args.others), facts)
         return closed, groups, args
 
     @contextlib.contextmanager
@@ -220,16 +227,21 @@ class JaxSide:
             yield
 
     def _forward_and_backward(
-        self, settings: Settings, joined: Callable[..., Any], found: Found, noise: Any, *args: Any
+        self,
+        settings: Settings,
+        join: Callable[..., Any],
+        facts: ProgramFacts,
+        noise: Any,
+        *args: Any,
     ) -> tuple[Any, Leaves | None]:
-        """The results by group and name, and the gradients; facts are added to `found`."""
+        """The results by group and name, and the gradients; facts are added to `facts`."""
         evaluator = self._evaluator
         if self._rounding is not None:
-            evaluator = partial(Rounded, self._rounding, noise)
+            evaluator = partial(RoundingEvaluator, self._rounding, noise)
 
         def function(differentiated: Leaves, others: Leaves, cotangents: list[jax.Array]):
             def forward(differentiated: Leaves):
-                return self._forward(settings, joined, found, differentiated, others)
+                return self._forward(settings, join, facts, differentiated, others)
 
             if not settings.backward:
                 return forward(differentiated)[1], None
@@ -237,29 +249,25 @@ class JaxSide:
             if [y.shape for y in outputs] != [c.shape for c in cotangents]:
                 return groups, None
             # torch's gradients are the complex conjugates of JAX's
-            cast = [
-                jnp.conj(jnp.asarray(c, y.dtype))
-                if jnp.iscomplexobj(c)
-                else jnp.asarray(c, y.dtype)
-                for c, y in zip(cotangents, outputs, strict=True)
-            ]
-            return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
+            pairs = zip(cotangents, outputs, strict=True)
+            conjugates = [jnp.conj(jnp.asarray(c, y.dtype)) for c, y in pairs]
+            return groups, jax.tree.map(jnp.conj, pullback(conjugates)[0])
 
-        return rewritten(function, dict(settings.lifted), found, evaluator)(*args)
+        return with_dtypes(function, dict(settings.wider_dtypes), facts, evaluator)(*args)
 
     def _forward(
         self,
         settings: Settings,
-        joined: Callable[..., Any],
-        found: Found,
+        join: Callable[..., Any],
+        facts: ProgramFacts,
         differentiated: Leaves,
         others: Leaves,
     ) -> tuple[list[jax.Array], Any]:
         """The floating leaves of the results, and all leaves by group and name."""
-        weights, rest, inputs = joined(differentiated, others)
+        weights, rest, inputs = join(differentiated, others)
         result = self._problem.call(self._problem.load(weights, rest), *inputs)
-        groups = aligned(grouped(result, "JAX", as_array), settings.names)
-        found.dtypes = {
+        groups = with_names_of(leaves_by_group(result, "JAX", as_array), settings.names)
+        facts.dtypes = {
             (group, name): leaf.dtype
             for group, named in groups.items()
             for name, leaf in named.items()

@@ -33,8 +33,8 @@ class ReferenceWeights:
     """For each key of a floating weight, the first of the keys that share this weight."""
     parameters: Collection[str]
     """The keys of parameters, which torch would train, without buffers."""
-    matters: Callable[[Problem, str], bool]
-    """`matters(problem, key)` tells whether the result depends on the weight with this key."""
+    affects_result: Callable[[Problem, str], bool]
+    """`affects_result(problem, key)` is True if the result depends on the weight with this key."""
     is_jax: bool = False
     """Whether the weights belong to a JAX model, under its own names."""
 
@@ -73,7 +73,7 @@ class WeightsOnly:
         return self.arrays
 
 
-def evaluating(weights: Any) -> Any:
+def in_evaluation_mode(weights: Any) -> Any:
     """The weights; an `nnx.Module` is set to evaluation mode.
 
     Its dropout is then off, and its norms use their running statistics.
@@ -83,7 +83,7 @@ def evaluating(weights: Any) -> Any:
     return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
-def checked_loaded(weights: Any) -> Any:
+def checked_weights(weights: Any) -> Any:
     """Check what a loader returns: an `nnx.Module`, or a tree with arrays."""
     if isinstance(weights, nnx.Module):
         return weights
@@ -128,16 +128,16 @@ def split(model: Any) -> tuple[Any, Any]:
     return weights, (graphdef, rest)
 
 
-def merged(weights: Any, rest: Any) -> Any:
+def merge(weights: Any, rest: Any) -> Any:
     """A new model from the parts that `split` returned."""
     return weights if rest is None else nnx.merge(rest[0], weights, rest[1], copy=True)
 
 
-def weights_in(model: Any, dtype: str) -> Any:
+def model_in_dtype(model: Any, dtype: str) -> Any:
     """A copy of the model with floating arrays in a dtype; a module is set to evaluation mode."""
 
     def cast(leaf: Any) -> Any:
         is_number = is_inexact(leaf) or type(leaf) is float
         return jnp.array(in_dtype(np.asarray(leaf), dtype)) if is_number else leaf
 
-    return evaluating(merged(*jax.tree.map(cast, split(model))))
+    return in_evaluation_mode(merge(*jax.tree.map(cast, split(model))))

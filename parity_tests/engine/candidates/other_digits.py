@@ -10,28 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.bounds.rounded_constants import Digits
+from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import is_real
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
 
 
-class OtherDigits(Lift):
+class OtherDigitsEvaluator(Evaluator):
     """Evaluates a program with other digits of its constants."""
 
     def __init__(self, digits: Digits, *args: Any):
         self._digits = digits
         super().__init__(*args)
 
-    def _decimal(self, value: Any) -> np.ndarray:
-        return self._digits(super()._decimal(value))
+    def _exact_decimal(self, value: Any) -> np.ndarray:
+        return self._digits(super()._exact_decimal(value))
 
 
-def with_digits(problem: Problem, digits: Digits) -> tuple[Problem, Callable[..., Lift]]:
+def with_digits(problem: Problem, digits: Digits) -> tuple[Problem, Callable[..., Evaluator]]:
     """The problem, and the `evaluator` of a `JaxSide`, for a float64 run with these digits."""
-    problem = dataclasses.replace(problem, build=partial(_built, problem, digits))
-    return problem, partial(OtherDigits, digits)
+    problem = dataclasses.replace(problem, build=partial(_build_with_digits, problem, digits))
+    return problem, partial(OtherDigitsEvaluator, digits)
 
 
 def run_with_digits(
@@ -46,12 +46,14 @@ def run_with_digits(
     return JaxSide(problem, platform, evaluator=evaluator).run(problem, "float64", oracle, cast_to)
 
 
-def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> tuple[Any, Any]:
+def _build_with_digits(
+    problem: Problem, digits: Digits, state_dict: Arrays, dtype: str
+) -> tuple[Any, Any]:
     """The results of the problem's `build`, with other digits of the model's constants."""
     weights, rest = problem.build(state_dict, dtype)
 
-    def changed(leaf: Any) -> Any:
+    def with_other_digits(leaf: Any) -> Any:
         is_constant = is_real(getattr(leaf, "dtype", None))
         return jnp.asarray(digits(np.asarray(leaf, np.float64))) if is_constant else leaf
 
-    return weights, jax.tree.map(changed, rest)
+    return weights, jax.tree.map(with_other_digits, rest)

@@ -20,52 +20,52 @@ from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     HeldWeights,
     foreign_model,
+    foreign_weights,
     is_inexact,
-    weights_of,
 )
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
     TrackedStateDict,
-    checked_loaded,
-    evaluating,
+    checked_weights,
+    in_evaluation_mode,
     is_trivial,
-    merged,
+    merge,
+    model_in_dtype,
     named_table,
     own_weights,
     split,
-    weights_in,
 )
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
     all_in_dtype,
-    called,
+    call_model,
     in_dtype,
     is_torch_module,
     kind_of,
     with_kwargs,
 )
 
-Start = Callable[..., Problem]
+MakeProblem = Callable[..., Problem]
 """Makes a `Problem` from the fields of its JAX side; the other fields are already filled in."""
-Ported = tuple[Problem, list[str], list[str]]
+PortedProblem = tuple[Problem, list[str], list[str]]
 """A problem, the faults of its weights, and notes on what cannot be compared."""
 
 
 def port(
-    start: Start,
-    known: ReferenceWeights,
+    make: MakeProblem,
+    reference: ReferenceWeights,
     model: Any,
     weights: Any,
     call: Any = None,
     *,
     has_kwargs: bool = False,
-) -> Ported:
+) -> PortedProblem:
     """The problem of a port, the faults of its weights, and notes on what cannot be compared.
 
     Args:
-        start: makes the problem from the fields of its JAX side.
-        known: the reference's weights.
+        make: makes the problem from the fields of its JAX side.
+        reference: the reference's weights.
         model: the JAX model.
         weights: a weight table, the name of a layout, or a loader, as in `compare`.
         call: how to call the model; by default `model(*inputs)`.
@@ -84,36 +84,42 @@ def port(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
-    apply = with_kwargs(call or called) if has_kwargs else call or called
+    apply = with_kwargs(call or call_model) if has_kwargs else call or call_model
 
     # A model of another framework is run by its adapter; an NNX module is called directly.
     if foreign is not None:
         run = partial(foreign.run, apply)
         if callable(weights):
-            return _of_loader(start, known, run, lambda arrays: foreign.loaded(weights(arrays)))
+            return _port_function(
+                make, reference, run, lambda arrays: foreign.convert_loaded(weights(arrays))
+            )
         if foreign.weights is None:
             raise TypeError(
                 "model: it has no weights: give it with them, as (model, weights), or a loader as "
                 "`weights`"
             )
-        start = partial(start, call=lambda held, *inputs: run(weights_of(held, foreign), *inputs))
-        return _of_module(start, known, HeldWeights(foreign), weights)
+        make = partial(
+            make, call=lambda held, *inputs: run(foreign_weights(held, foreign), *inputs)
+        )
+        return _port_module(make, reference, HeldWeights(foreign), weights)
     if isinstance(model, nnx.Module):
-        return _of_module(partial(start, call=apply), known, model, weights)
+        return _port_module(partial(make, call=apply), reference, model, weights)
 
     # A function takes the weights that its loader makes, or none if the reference has none.
-    if weights is None and not known.arrays:
-        return _of_loader(start, known, lambda _, *inputs: apply(model, *inputs), dict)
+    if weights is None and not reference.arrays:
+        return _port_function(make, reference, lambda _, *inputs: apply(model, *inputs), dict)
     if not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`: "
             f"expected a function of a state_dict, as `dict`, got {described(weights)}"
             + (" and `call`" if call is not None else "")
         )
-    return _of_loader(start, known, with_kwargs(model) if has_kwargs else model, weights)
+    return _port_function(make, reference, with_kwargs(model) if has_kwargs else model, weights)
 
 
-def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights: Any) -> Ported:
+def _port_module(
+    make: MakeProblem, reference: ReferenceWeights, model: nnx.Module, weights: Any
+) -> PortedProblem:
     """A module with weights from a table, or with its own weights."""
     if callable(weights):
         raise TypeError(
@@ -121,15 +127,15 @@ def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights
             "`lambda weights, *inputs: …`"
         )
     has_layouts = hasattr(model, "torch_layouts")
-    if weights is None and (known.is_jax or not has_layouts):
-        return _of_own_weights(start, known, model)
+    if weights is None and (reference.is_jax or not has_layouts):
+        return _port_with_own_weights(make, reference, model)
     if isinstance(weights, str) and not has_layouts:
         name = type(model).__name__
         raise TypeError(f"weights: {name} has no layout {weights!r}: give a table (`draft_table`)")
 
     # Load the weights: `from_torch` raises an error that lists all keys and shapes that do not fit.
     # Then export them again: a weight that comes back changed is lost in the port.
-    state_dict = floating(all_in_dtype(known.arrays, "float64"))
+    state_dict = floating(all_in_dtype(reference.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
     except TypeError as error:
@@ -138,7 +144,7 @@ def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights
         is_own = isinstance(weights, list)
         hint = "; parity_tests.draft_table(twin, model) drafts the missing rows" if is_own else ""
         raise ValueError(f"weights: {error}{hint}") from None
-    back = to_torch(from_torch(weights_in(model, "float64"), state_dict, table), table)
+    back = to_torch(from_torch(model_in_dtype(model, "float64"), state_dict, table), table)
     faults = [
         f"weights: {key} comes back changed: the JAX module cannot hold it"
         for row in table
@@ -146,25 +152,27 @@ def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights
         for key in row.keys
         if not np.array_equal(back[key], state_dict[key], equal_nan=True)
     ]
-    problem, notes = _of_table(start, model, table, state_dict, known.owners)
+    problem, notes = _port_with_table(make, model, table, state_dict, reference.owners)
     return problem, faults, notes
 
 
-def _of_own_weights(start: Start, known: ReferenceWeights, model: nnx.Module) -> Ported:
+def _port_with_own_weights(
+    make: MakeProblem, reference: ReferenceWeights, model: nnx.Module
+) -> PortedProblem:
     """A module with its own weights, which are compared by name if the reference is a JAX model."""
-    own = own_weights(model)[0] if known.is_jax else {}
-    fits = all(key in own and own[key].shape == a.shape for key, a in known.arrays.items())
-    if not (known.is_jax and fits):
+    own = own_weights(model)[0] if reference.is_jax else {}
+    fits = all(key in own and own[key].shape == a.shape for key, a in reference.arrays.items())
+    if not (reference.is_jax and fits):
         why = "the two models' weights have other names"
-        why = why if known.is_jax else "`weights` does not say which ones correspond"
-        notes = [f"weight gradients are not compared: {why}"] if known.parameters else []
-        build = lambda _, dtype: split(weights_in(model, dtype))  # noqa: E731
-        return start(build=build, load=merged, to_torch=None), [], notes
+        why = why if reference.is_jax else "`weights` does not say which ones correspond"
+        notes = [f"weight gradients are not compared: {why}"] if reference.parameters else []
+        build = lambda _, dtype: split(model_in_dtype(model, dtype))  # noqa: E731
+        return make(build=build, load=merge, to_torch=None), [], notes
     owners = {name: name for name in own}
-    problem, notes = _of_table(start, model, named_table(own), own, owners)
+    problem, notes = _port_with_table(make, model, named_table(own), own, owners)
     errors = relative_errors(
-        all_in_dtype({key: own[key] for key in known.arrays}, "float64"),
-        all_in_dtype(known.arrays, "float64"),
+        all_in_dtype({key: own[key] for key in reference.arrays}, "float64"),
+        all_in_dtype(reference.arrays, "float64"),
     )
     others = [key for key, error in errors.items() if error]
     if others:
@@ -178,16 +186,20 @@ def _of_own_weights(start: Start, known: ReferenceWeights, model: nnx.Module) ->
     return dataclasses.replace(problem, build=build), [], notes
 
 
-def _of_table(
-    start: Start, model: nnx.Module, table: Table, state_dict: Arrays, owners: Mapping[str, str]
+def _port_with_table(
+    make: MakeProblem,
+    model: nnx.Module,
+    table: Table,
+    state_dict: Arrays,
+    owners: Mapping[str, str],
 ) -> tuple[Problem, list[str]]:
     """A module whose weights are made by a weight table, which serves as a loader."""
     used = [row for row in table if row.params]
-    rows = [traceable(row, [state_dict[key].shape for key in row.keys]) for row in used]
+    rows = [traceable_row(row, [state_dict[key].shape for key in row.keys]) for row in used]
     own, _ = split(model)
 
     def load(arrays: Mapping[str, Any], rest: Any) -> nnx.Module:
-        module = merged(own, rest)
+        module = merge(own, rest)
         params = params_of(module)
         for row in rows:
             values = row.to_jax(*(arrays[key] for key in row.keys))
@@ -195,48 +207,52 @@ def _of_table(
                 params[path].set_value(value)
         return module
 
-    return _differentiated(
-        partial(start, table=table),
+    return _differentiable_problem(
+        partial(make, table=table),
         owners,
         state_dict,
         load,
-        lambda dtype: split(weights_in(model, dtype))[1],
+        lambda dtype: split(model_in_dtype(model, dtype))[1],
     )
 
 
-def _of_loader(
-    start: Start, known: ReferenceWeights, model: Callable[..., Any], loader: Any
-) -> Ported:
+def _port_function(
+    make: MakeProblem, reference: ReferenceWeights, model: Callable[..., Any], loader: Any
+) -> PortedProblem:
     """A function whose weights are made by a loader."""
     # Run the loader once: it must return weights, and read each weight on which the result depends.
-    owners = known.owners
-    reads = TrackedStateDict(all_in_dtype(known.arrays, "float32"))
+    owners = reference.owners
+    reads = TrackedStateDict(all_in_dtype(reference.arrays, "float32"))
     loaded = loader(reads)
     if loaded is not reads:
-        checked_loaded(loaded)
+        checked_weights(loaded)
     unread = () if loaded is reads else reads.unread
-    read = {owners[key] for key in owners if key not in unread}
-    lost = [key for key in unread if key in owners and owners[key] not in read]
-    others = {key: array for key, array in reads.arrays.items() if key not in owners}
+    read_owners = {owners[key] for key in owners if key not in unread}
+    unread_weights = [key for key in unread if key in owners and owners[key] not in read_owners]
+    other_arrays = {key: array for key, array in reads.arrays.items() if key not in owners}
 
     def load(arrays: Mapping[str, Any], _: Any) -> Any:
-        return evaluating(loader({**arrays, **others}))
+        return in_evaluation_mode(loader({**arrays, **other_arrays}))
 
-    start = partial(start, call=model)
-    problem, notes = _differentiated(start, owners, reads.arrays, load, lambda dtype: None)
+    make = partial(make, call=model)
+    problem, notes = _differentiable_problem(make, owners, reads.arrays, load, lambda dtype: None)
 
     # If the loader does not read a buffer of computed numbers, such as a sinusoid, JAX must compute
     # them, too, and the outputs show whether they are right. If it does not read a parameter, or a
     # buffer of zeros or ones, the outputs may not show the loss, so ask whether the reference's
     # result depends on it.
-    uncertain = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
-    matter = [key for key in uncertain if known.matters(problem, key)]
-    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*uncertain}))
-    return problem, [f"weights: the loader does not read {key}" for key in matter], notes
+    uncertain = [
+        key
+        for key in unread_weights
+        if key in reference.parameters or is_trivial(reference.arrays[key])
+    ]
+    affecting = [key for key in uncertain if reference.affects_result(problem, key)]
+    problem = dataclasses.replace(problem, constants=frozenset({*unread_weights} - {*uncertain}))
+    return problem, [f"weights: the loader does not read {key}" for key in affecting], notes
 
 
-def _differentiated(
-    start: Start,
+def _differentiable_problem(
+    make: MakeProblem,
     owners: Mapping[str, str],
     arrays: Arrays,
     load: Callable[[Mapping[str, Any], Any], Any],
@@ -267,13 +283,13 @@ def _differentiated(
 
         def build_eagerly(state_dict: Arrays, dtype: str) -> tuple[Any, Any]:
             loaded = load(all_in_dtype(state_dict, dtype), rest_in(dtype))
-            return split(weights_in(checked_loaded(loaded), dtype))
+            return split(model_in_dtype(checked_weights(loaded), dtype))
 
-        return start(build=build_eagerly, load=merged, to_torch=None), [note]
-    return start(build=build, load=load_owned, to_torch=by_key), []
+        return make(build=build_eagerly, load=merge, to_torch=None), [note]
+    return make(build=build, load=load_owned, to_torch=by_key), []
 
 
-def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
+def traceable_row(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
     """The row or, if JAX cannot trace it, an equivalent row that JAX can trace.
 
     There is an equivalent row only if the row does nothing but move numbers. Otherwise the row is
@@ -284,15 +300,15 @@ def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
         return row
     ends = np.cumsum([prod(shape) for shape in shapes])
 
-    def moved(numbers: np.ndarray) -> tuple[Any, ...]:
+    def apply_row(numbers: np.ndarray) -> tuple[Any, ...]:
         parts = zip(np.split(numbers, ends[:-1]), shapes, strict=True)
         return row.to_jax(*(part.reshape(shape) for part, shape in parts))
 
     # Apply the row to the indices of all numbers. If the row only moves numbers, this shows where
     # each number goes; random numbers test whether that is so.
     with contextlib.suppress(Exception):
-        places, numbers = moved(np.arange(ends[-1])), np.random.default_rng(0).random(ends[-1])
-        if all(map(np.array_equal, (numbers[place] for place in places), moved(numbers))):
+        places, numbers = apply_row(np.arange(ends[-1])), np.random.default_rng(0).random(ends[-1])
+        if all(map(np.array_equal, (numbers[place] for place in places), apply_row(numbers))):
             return row._replace(
                 to_jax=lambda *arrays: tuple(
                     jnp.concatenate([array.ravel() for array in arrays])[place] for place in places

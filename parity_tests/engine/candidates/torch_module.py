@@ -28,7 +28,7 @@ def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
-def in_double(tree: Any) -> Any:
+def in_float64(tree: Any) -> Any:
     """The floating tensors of a tree in float64."""
     return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
 
@@ -49,7 +49,7 @@ def checked_twin(twin: Any) -> torch.nn.Module:
         raise TypeError(f"twin: expected a torch.nn.Module, got {kind_of(twin)}")
     if any(weight.is_meta for weight in twin.state_dict().values()):
         raise ValueError("twin: expected weights, got a module on the device meta, which has none")
-    return converted(twin, torch.Tensor.cpu).eval()
+    return convert_tensors(twin, torch.Tensor.cpu).eval()
 
 
 def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
@@ -67,12 +67,12 @@ def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(twin, memo)
 
 
-def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
+def twin_in_dtype(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
     """A copy of the module in a dtype, including tensors that it holds as plain attributes."""
-    return converted(twin, lambda tensor: cast(tensor, dtype))
+    return convert_tensors(twin, lambda tensor: cast(tensor, dtype))
 
 
-def converted(
+def convert_tensors(
     twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.nn.Module:
     """A copy of the module in which all tensors are converted."""

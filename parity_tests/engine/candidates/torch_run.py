@@ -11,15 +11,21 @@ import torch
 
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.torch_module import cast, converted, in_double, tensors, twin_in
+from parity_tests.engine.candidates.torch_module import (
+    cast,
+    convert_tensors,
+    in_float64,
+    tensors,
+    twin_in_dtype,
+)
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.results import (
     Results,
     are_same,
+    clear_padding_gradients,
     cotangents,
-    grouped,
+    leaves_by_group,
     named_leaves,
-    without_padding,
 )
 
 Groups = dict[str, dict[str, torch.Tensor]]
@@ -45,7 +51,7 @@ def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[
 
 def run_torch(problem: Problem, dtype: str, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's results, and the gradients for random cotangents."""
-    twin = twin_in(problem.twin, dtype)
+    twin = twin_in_dtype(problem.twin, dtype)
     prepare(twin)
     return _run_twin(problem, twin, tensors(problem.inputs, dtype))
 
@@ -58,10 +64,10 @@ def run_torch_rounded(
     prepare: Prepare = lambda twin: None,
 ) -> Results:
     """The results of `run_torch` in float64, if each operation is rounded to a dtype at random."""
-    twin = converted(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
+    twin = convert_tensors(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
     prepare(twin)
     with RandomRounding(dtype, seed, decisions):
-        return _run_twin(problem, twin, in_double(tensors(problem.inputs, dtype)))
+        return _run_twin(problem, twin, in_float64(tensors(problem.inputs, dtype)))
 
 
 def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtype]:
@@ -72,8 +78,8 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
     """
     try:
         with torch.no_grad():
-            twin, inputs = twin_in(problem.twin, dtype), tensors(problem.inputs, dtype)
-            groups = _called(problem, twin, inputs)
+            twin, inputs = twin_in_dtype(problem.twin, dtype), tensors(problem.inputs, dtype)
+            groups = _call_twin(problem, twin, inputs)
     except RuntimeError:
         return {}
     return {
@@ -83,7 +89,7 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
     }
 
 
-def changes_result(problem: Problem, key: str) -> bool:
+def affects_result(problem: Problem, key: str) -> bool:
     """True if the results of the torch side change when 1 is added to a weight."""
 
     def change(twin: torch.nn.Module) -> None:
@@ -94,15 +100,10 @@ def changes_result(problem: Problem, key: str) -> bool:
 
 def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result in float64, without gradients."""
-    twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
+    twin, inputs = twin_in_dtype(problem.twin, "float64"), tensors(problem.inputs, "float64")
     with torch.no_grad(), InFloat64():
         prepare(twin)
-        return _results(_called(problem, twin, inputs))
-
-
-def eager() -> contextlib.AbstractContextManager[Any]:
-    """A context in which modules that `torch.compile` wrapped run uncompiled."""
-    return torch.compiler.set_stance("force_eager")
+        return _results(_call_twin(problem, twin, inputs))
 
 
 @contextlib.contextmanager
@@ -117,17 +118,20 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_draws(problem: Problem) -> Iterator[None]:
-    """A context in which each run draws the same random numbers, from a generator of its own."""
-    with torch.random.fork_rng(devices=[]):
+def reproducible(problem: Problem) -> Iterator[None]:
+    """A context in which each run draws the same random numbers, from a generator of its own.
+
+    Modules that `torch.compile` wrapped run uncompiled.
+    """
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(problem.seed)
         yield
 
 
-def _called(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Groups:
+def _call_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Groups:
     """The tensors that the twin returns for these inputs, by group and name."""
-    with same_draws(problem), eager():
-        return grouped(problem.call_twin(twin, *inputs), "torch", as_array)
+    with reproducible(problem):
+        return leaves_by_group(problem.call_twin(twin, *inputs), "torch", as_array)
 
 
 def _results(groups: Groups) -> Results:
@@ -143,7 +147,7 @@ def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
     for leaf in numbers:
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     given = jax.tree.map(lambda leaf: leaf if is_flag(leaf) else leaf.clone(), inputs)
-    groups = _called(problem, twin, given)
+    groups = _call_twin(problem, twin, given)
     results = _results(groups)
     named_tensors = {(g, name): t for g, named in groups.items() for name, t in named.items()}
     results.without_gradient = frozenset(
@@ -170,7 +174,7 @@ def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
         for name, weight in twin.named_parameters(remove_duplicate=False)
         if weight.requires_grad
     }
-    without_padding(results, results.padding)
+    clear_padding_gradients(results, results.padding)
     return results
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from parity_tests.engine.locate.evidence import DEPARTS, Evidence
 from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.locate.rule import Culprit
-from parity_tests.engine.traces.hyperparameters import differing
+from parity_tests.engine.traces.hyperparameters import hyperparameter_differences
 from parity_tests.engine.traces.trace import FORWARD, Call, Trace
 
 
@@ -16,8 +16,8 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
     # List the compared calls up to the culprit, except those inside a call that is right.
     direction = evidence.direction
     visits = []
-    for call in _compared(evidence):
-        states = (evidence.state(call, slot) for slot in (direction.taken, direction.given))
+    for call in _calls_to_report(evidence):
+        states = (evidence.state(call, slot) for slot in (direction.incoming, direction.outgoing))
         if not any(evidence.is_right(outer) for outer in call.ancestors):
             visits.append(_visit(evidence, call, DEPARTS in states))
         if call in (culprit.before, culprit.call):
@@ -43,13 +43,17 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
     """The report if all numbers that were compared agree: a dtype may still differ."""
     reference, pairs = evidence.reference, evidence.pairs
     visits = []
-    for call in _compared(evidence):
-        (taken, right), (given, expected) = (
+    for call in _calls_to_report(evidence):
+        (jax_inputs, torch_inputs), (jax_outputs, torch_outputs) = (
             ({*pairs[call][0].dtypes[slot].values()}, reference.dtypes(call, slot))
-            for slot in (FORWARD.taken, FORWARD.given)
+            for slot in (FORWARD.incoming, FORWARD.outgoing)
         )
-        departs = taken <= right and not given <= expected
-        remark = f"{', '.join(sorted(given))}, not {', '.join(sorted(expected))}" if departs else ""
+        departs = jax_inputs <= torch_inputs and not jax_outputs <= torch_outputs
+        remark = (
+            f"{', '.join(sorted(jax_outputs))}, not {', '.join(sorted(torch_outputs))}"
+            if departs
+            else ""
+        )
         visits.append(dataclasses.replace(_visit(evidence, call, departs), remark=remark))
         if departs:
             verdict = f"{call.name or 'the module itself'}, by its dtype"
@@ -63,21 +67,21 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
     return Location(reference.dtype, tuple(visits), None, verdict)
 
 
-def _compared(evidence: Evidence) -> list[Call]:
+def _calls_to_report(evidence: Evidence) -> list[Call]:
     """The calls that have counterparts, in the order in which they return."""
 
-    def returning(call: Call) -> Iterator[Call]:
-        for each in evidence.trace.inside(call, evidence.direction):
-            yield from returning(each)
+    def in_order_of_return(call: Call) -> Iterator[Call]:
+        for each in evidence.trace.calls_inside(call, evidence.direction):
+            yield from in_order_of_return(each)
         yield call
 
-    *calls, _ = returning(evidence.trace.whole)
+    *calls, _ = in_order_of_return(evidence.trace.root)
     return [call for call in calls if call in evidence.pairs]
 
 
 def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
     errors, layouts = [], []
-    for slot in (evidence.direction.taken, evidence.direction.given):
+    for slot in (evidence.direction.incoming, evidence.direction.outgoing):
         found = evidence.differences.get((call, slot), {}).values()
         errors.append(max((d.error for d in found), default=None))
         layouts += [d.layout for d in found if d.layout]
@@ -90,7 +94,9 @@ def _hyperparameters(evidence: Evidence, culprit: Call | None) -> Iterator[str]:
     if culprit is None or culprit not in evidence.pairs:
         return
     counterpart = evidence.pairs[culprit][0]
-    if found := ", ".join(differing(culprit.hyperparameters, counterpart.hyperparameters)):
+    if found := ", ".join(
+        hyperparameter_differences(culprit.hyperparameters, counterpart.hyperparameters)
+    ):
         yield f"{culprit.kind} | {counterpart.kind}: {found}"
 
 

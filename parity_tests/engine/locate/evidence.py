@@ -3,8 +3,8 @@
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import rms
-from parity_tests.engine.locate.pairs import Pairs, counterparts
-from parity_tests.engine.locate.search import Search, Wanted
+from parity_tests.engine.locate.pairs import Pairs, counterpart_arrays
+from parity_tests.engine.locate.search import Search, WantedArray
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
@@ -13,21 +13,23 @@ from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Call, Direction,
 MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 
 
-def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
+def wanted_values(trace: Trace) -> dict[bytes, WantedArray]:
     """The arrays of a reference to look for among JAX's, without duplicates."""
-    wanted: dict[bytes, Wanted] = {}
+    wanted: dict[bytes, WantedArray] = {}
     for direction in (FORWARD, BACKWARD):
-        for slot in (direction.taken, direction.given):
+        for slot in (direction.incoming, direction.outgoing):
             for call in trace.calls:
-                for label, array in telling(call, slot).items():
+                for label, array in telling_arrays(call, slot).items():
                     # each use of an output gives it a part of its gradient; only the sum counts
-                    is_total = slot == BACKWARD.taken
-                    each = wanted.setdefault(identity(call, slot, label), Wanted(array, is_total))
+                    is_total = slot == BACKWARD.incoming
+                    each = wanted.setdefault(
+                        identity(call, slot, label), WantedArray(array, is_total)
+                    )
                     each.is_total &= is_total
     return wanted
 
 
-def telling(call: Call, slot: str) -> Arrays:
+def telling_arrays(call: Call, slot: str) -> Arrays:
     """The arrays of a slot that JAX cannot have by chance, but only if it computes the same."""
     return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
 
@@ -37,9 +39,9 @@ def is_weight(label: str) -> bool:
     return label.startswith("weight ")
 
 
-def numbers(call: Call, slot: str) -> set[bytes]:
+def identities(call: Call, slot: str) -> set[bytes]:
     """The identities of the telling arrays in a slot."""
-    return {identity(call, slot, label) for label in telling(call, slot)}
+    return {identity(call, slot, label) for label in telling_arrays(call, slot)}
 
 
 class Evidence:
@@ -47,7 +49,7 @@ class Evidence:
 
     An array is matched if JAX's counterpart of the call has it, or if it occurs anywhere among the
     arrays that JAX computes. It departs if the counterpart has another array in its place.
-    Otherwise its state is unknown. `least` is the error up to which arrays always agree.
+    Otherwise its state is unknown. `min_bound` is the error up to which arrays always agree.
     """
 
     def __init__(
@@ -55,29 +57,31 @@ class Evidence:
         reference: ReferenceTrace,
         jax_trace: Trace,
         pairs: Pairs,
-        wanted: dict[bytes, Wanted],
-        least: float,
+        wanted: dict[bytes, WantedArray],
+        min_bound: float,
         direction: Direction,
     ):
         self.reference, self.jax_trace, self.pairs = reference, jax_trace, pairs
-        self.least, self.direction = least, direction
+        self.min_bound, self.direction = min_bound, direction
         self.trace = reference.trace
         self.states: dict[tuple[Call, str], dict[str, str]] = {}
         self.differences: dict[tuple[Call, str], dict[str, Difference]] = {}
-        self.stopped: set[Call] = set()
+        self.stopped_calls: set[Call] = set()
         """The calls in which, or before which, JAX stops a gradient."""
-        self.compared = pairs.keys() - {self.trace.whole}
-        taken, given = direction.taken, direction.given
-        self._taken = {each for call in self.trace.calls for each in numbers(call, taken)}
+        self.paired_calls = pairs.keys() - {self.trace.root}
+        incoming, outgoing = direction.incoming, direction.outgoing
+        self._incoming_arrays = {
+            each for call in self.trace.calls for each in identities(call, incoming)
+        }
         for call in self.trace.calls:
-            for slot in (taken, given):
+            for slot in (incoming, outgoing):
                 self.states[call, slot] = dict.fromkeys(call.slots[slot], UNKNOWN)
                 self._compare(call, slot)
             if direction is BACKWARD and call in pairs:
-                self._note_stopped(call)
+                self._note_stopped_gradient(call)
         if direction is FORWARD:
-            whole = self.trace.whole
-            self.states[whole, taken] = dict.fromkeys(whole.slots[taken], MATCHED)
+            whole = self.trace.root
+            self.states[whole, incoming] = dict.fromkeys(whole.slots[incoming], MATCHED)
         else:
             self._compare_weight_gradients()
         self._search(wanted)
@@ -94,35 +98,36 @@ class Evidence:
         states = self.states[call, slot]
         if DEPARTS in states.values():
             return DEPARTS
-        tells = self.tells(call, slot)
-        lacks_first = tells and states[tells[0]] == UNKNOWN  # the counterpart returns other arrays
-        if slot == self.direction.given and (call not in self.compared or lacks_first):
-            used = [label for label in tells if self._is_used(call, slot, label)]
-            if self.direction is FORWARD or not used:
-                used += tells[:1]
-            is_matched = all(states[label] == MATCHED for label in used)
-            return MATCHED if tells and is_matched else UNKNOWN
+        labels = self.telling_labels(call, slot)
+        # The counterpart may return other arrays than torch's module.
+        lacks_first = labels and states[labels[0]] == UNKNOWN
+        if slot == self.direction.outgoing and (call not in self.paired_calls or lacks_first):
+            used_labels = [label for label in labels if self._is_used(call, slot, label)]
+            if self.direction is FORWARD or not used_labels:
+                used_labels += labels[:1]
+            is_matched = all(states[label] == MATCHED for label in used_labels)
+            return MATCHED if labels and is_matched else UNKNOWN
         return MATCHED if MATCHED in states.values() else UNKNOWN
 
     def is_right(self, call: Call) -> bool:
         """True if JAX computes the arrays that the call gives."""
-        return self.state(call, self.direction.given) == MATCHED
+        return self.state(call, self.direction.outgoing) == MATCHED
 
-    def tells(self, call: Call, slot: str) -> list[str]:
+    def telling_labels(self, call: Call, slot: str) -> list[str]:
         """The labels of the telling arrays of a slot, and of the gradients of weights."""
-        labels = telling(call, slot)
+        labels = telling_arrays(call, slot)
         return [each for each in self.states[call, slot] if each in labels or is_weight(each)]
 
     def _is_used(self, call: Call, slot: str, label: str) -> bool:
         return (
             is_weight(label)
-            or identity(call, slot, label) in self._taken
-            or (self.direction is FORWARD and label in call.slots[BACKWARD.taken])
+            or identity(call, slot, label) in self._incoming_arrays
+            or (self.direction is FORWARD and label in call.slots[BACKWARD.incoming])
         )
 
     def is_within(self, call: Call, slot: str, label: str, error: float) -> bool:
         """True if rounding explains the error of an array."""
-        return error <= self.reference.bound(call, slot, label, error, self.least)
+        return error <= self.reference.bound(call, slot, label, error, self.min_bound)
 
     def _compare(self, call: Call, slot: str) -> None:
         """Compare the arrays in a slot of a call with those of its counterpart."""
@@ -133,31 +138,31 @@ class Evidence:
             return
         largest = max((rms(each) for each in expected.values()), default=0.0)
         largest *= self.direction is BACKWARD
-        for label, actual in counterparts(expected, calls, slot):
-            found = difference(actual, expected[label], self.least, largest)
+        for label, actual in counterpart_arrays(expected, calls, slot):
+            found = difference(actual, expected[label], self.min_bound, largest)
             if found is None or (slot == "inputs" and actual.size > expected[label].size):
                 continue  # JAX pads before its module, for example, and torch's module pads inside
-            bound = self.reference.bound(call, slot, label, found.error, self.least)
+            bound = self.reference.bound(call, slot, label, found.error, self.min_bound)
             if bound > found.error or found.layout:
                 found = difference(actual, expected[label], bound, largest) or found
             self._judge(call, slot, label, found, bound)
 
     def _compare_parts(self, call: Call, slot: str) -> None:
         """Look for a call's features in several JAX modules: ports may split a joint projection."""
-        for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
-            search = Search([Wanted(array)])
+        for label, array in call.slots[slot].items() if slot != BACKWARD.outgoing else ():
+            search = Search([WantedArray(array)])
             for part in (part for each in self.pairs[call] for part in each.slots[slot].values()):
                 search.see(part)
             search.finish()
             error = search.wanted[0].error
-            bound = self.reference.bound(call, slot, label, error, self.least)
+            bound = self.reference.bound(call, slot, label, error, self.min_bound)
             self._judge(call, slot, label, Difference(error), bound)
 
     def _judge(self, call: Call, slot: str, label: str, found: Difference, bound: float) -> None:
         self.differences.setdefault((call, slot), {})[label] = found
         self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
 
-    def _note_stopped(self, call: Call) -> None:
+    def _note_stopped_gradient(self, call: Call) -> None:
         """Note if JAX stops a gradient that torch does not: after a module, in it or before it.
 
         If the output gradients reach JAX's module, or if that is unknown, the gradient is stopped
@@ -166,12 +171,14 @@ class Evidence:
         """
         counterpart = self.pairs[call][0].slots
         is_tap = not counterpart["inputs"]
-        if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
+        if is_tap or not call.slots[BACKWARD.outgoing] or counterpart[BACKWARD.outgoing]:
             return
-        if counterpart[BACKWARD.taken] or "weight gradients" not in self.jax_trace.results:
-            self.stopped.add(call)
+        if counterpart[BACKWARD.incoming] or "weight gradients" not in self.jax_trace.results:
+            self.stopped_calls.add(call)
         else:
-            self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
+            self.states[call, BACKWARD.incoming] = dict.fromkeys(
+                call.slots[BACKWARD.incoming], DEPARTS
+            )
 
     def _compare_weight_gradients(self) -> None:
         """Compare the gradients of weights, which a call gives in addition to those of its inputs.
@@ -182,20 +189,22 @@ class Evidence:
         actual = self.jax_trace.results.get("weight gradients", {})
         expected = self.trace.results.get("weight gradients", {})
         largest = max(map(rms, expected.values()), default=0.0)
-        slot, given = "weight gradients", BACKWARD.given
+        slot, outgoing = "weight gradients", BACKWARD.outgoing
         for call in self.trace.calls:
             for key, gradient in call.slots[slot].items():
                 if key not in actual:
                     continue
-                found = difference(actual[key], gradient, self.least, largest)
+                found = difference(actual[key], gradient, self.min_bound, largest)
                 found = found or Difference(np.inf)
-                self.differences.setdefault((call, given), {})[key] = found
+                self.differences.setdefault((call, outgoing), {})[key] = found
                 is_matched = self.is_within(call, slot, key, found.error)
                 is_clear = not is_matched and self.reference.dtype == "float64"
-                for giver in (call, *call.ancestors) if is_clear else (call,):
-                    self.states[giver, given][f"weight {key}"] = MATCHED if is_matched else DEPARTS
+                for outer in (call, *call.ancestors) if is_clear else (call,):
+                    self.states[outer, outgoing][f"weight {key}"] = (
+                        MATCHED if is_matched else DEPARTS
+                    )
 
-    def _search(self, wanted: dict[bytes, Wanted]) -> None:
+    def _search(self, wanted: dict[bytes, WantedArray]) -> None:
         """Match each array whose state is still unknown if JAX computes it anywhere.
 
         The output of a layer whose counterpart gives another array is matched in the same way, if
@@ -205,15 +214,15 @@ class Evidence:
         places = [
             (call, slot, label, identity(call, slot, label))
             for call in self.trace.calls
-            for slot in (self.direction.taken, self.direction.given)
+            for slot in (self.direction.incoming, self.direction.outgoing)
             for label in call.slots[slot]
         ]
         matched = {each for c, s, label, each in places if self.states[c, s][label] == MATCHED}
-        self.matched = matched
-        tried = {*matched}
+        self.matched_arrays = matched
+        tested = {*matched}
         for call, slot, label, each in places:
-            if each in wanted and each not in tried:
-                tried.add(each)
+            if each in wanted and each not in tested:
+                tested.add(each)
                 if self.is_within(call, slot, label, wanted[each].error):
                     matched.add(each)
         for call, slot, label, each in places:
@@ -222,11 +231,16 @@ class Evidence:
         if self.direction is BACKWARD:
             return
         parents = {call.parent for call in self.trace.calls}
-        for call in self.compared:
-            takes_right = self.state(call, FORWARD.taken) == MATCHED
-            if call.weights and call not in parents and len(self.pairs[call]) == 1 and takes_right:
-                states = self.states[call, FORWARD.given]
+        for call in self.paired_calls:
+            has_right_inputs = self.state(call, FORWARD.incoming) == MATCHED
+            if (
+                call.weights
+                and call not in parents
+                and len(self.pairs[call]) == 1
+                and has_right_inputs
+            ):
+                states = self.states[call, FORWARD.outgoing]
                 for label, state in states.items():
-                    if state == DEPARTS and identity(call, FORWARD.given, label) in matched:
+                    if state == DEPARTS and identity(call, FORWARD.outgoing, label) in matched:
                         states[label] = MATCHED
                         self.pairs.pop(call, None)

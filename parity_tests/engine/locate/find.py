@@ -16,15 +16,15 @@ from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.describe import departure, nothing_departs
 from parity_tests.engine.locate.evidence import MATCHED, Evidence, wanted_values
 from parity_tests.engine.locate.location import Location
-from parity_tests.engine.locate.pairs import paired
+from parity_tests.engine.locate.pairs import pair_calls
 from parity_tests.engine.locate.rule import Rule
-from parity_tests.engine.locate.search import Search, Watch
+from parity_tests.engine.locate.search import Search, WatchingEvaluator
 from parity_tests.engine.locate.substitute import Substitution
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
 from parity_tests.engine.traces.frameworks import nnx_modules, recording
 from parity_tests.engine.traces.held_weights import find_held_weights
-from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.jax_trace import trace_jax
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Trace
 
@@ -68,34 +68,34 @@ def find_departure(
     """
     # Run JAX once. This records each call of a JAX module, and searches for torch's arrays among
     # all arrays that JAX computes.
-    results, whole = reference.trace.results, reference.trace.whole
+    results, root = reference.trace.results, reference.trace.root
     wanted = wanted_values(reference.trace)
     search = Search([*wanted.values()])
-    jax_trace = traced_jax(
+    jax_trace = trace_jax(
         problem,
         reference.dtype,
         results.forward if is_forward else results,
         reference.cast_to,
-        evaluator=partial(Watch, search.see),
+        evaluator=partial(WatchingEvaluator, search.see),
     )
     search.finish()
 
     # Pair the calls of both sides.
     find_held_weights(problem, jax_trace, reference.owners)
-    least = max(bound, floor(jnp.dtype(reference.dtype)))
-    pairs = paired(reference.trace.calls, jax_trace.calls, names, least)
-    pairs[whole] = [jax_trace.whole]
+    min_bound = max(bound, floor(jnp.dtype(reference.dtype)))
+    pairs = pair_calls(reference.trace.calls, jax_trace.calls, names, min_bound)
+    pairs[root] = [jax_trace.root]
 
     # Apply the rule to the forward pass and, if all its results agree, to the backward pass. Start
     # in the call of the whole module, if the run consists of this call alone.
     for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
-        evidence = Evidence(reference, jax_trace, pairs, wanted, least, direction)
-        if not {*evidence.states[whole, direction.given].values()} <= {MATCHED}:
-            outermost = [call for call in reference.trace.calls if call.parent is whole]
-            start = outermost[0] if [call.name for call in outermost] == [""] else whole
+        evidence = Evidence(reference, jax_trace, pairs, wanted, min_bound, direction)
+        if not {*evidence.states[root, direction.outgoing].values()} <= {MATCHED}:
+            outermost = [call for call in reference.trace.calls if call.parent is root]
+            frame = outermost[0] if [call.name for call in outermost] == [""] else root
             rule = Rule(evidence, Substitution(problem, evidence))
-            return departure(evidence, rule.culprit(start))
-    evidence = Evidence(reference, jax_trace, pairs, wanted, least, FORWARD)
+            return departure(evidence, rule.culprit(frame))
+    evidence = Evidence(reference, jax_trace, pairs, wanted, min_bound, FORWARD)
     return nothing_departs(evidence, is_forward=is_forward)
 
 
@@ -106,5 +106,5 @@ def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None
         try:
             JaxSide(side).run(side, dtype, oracle)
         except Exception:
-            return trace.open[-1].name if trace.open else None
+            return trace.open_calls[-1].name if trace.open_calls else None
     return None

@@ -13,7 +13,7 @@ Pairs = dict[Call, list[Call]]
 """JAX's calls for each torch call: several if, for example, JAX calls a module at each step."""
 
 
-def paired(
+def pair_calls(
     reference: list[Call], jax_calls: list[Call], names: Mapping[str, str], bound: float
 ) -> Pairs:
     """Pair the calls that `names` pairs, that hold the same weights, or that have the same name.
@@ -22,15 +22,17 @@ def paired(
     same, or if only one remains on each side and both take the same numbers up to the bound.
     """
     pairing = _Pairing(reference, jax_calls, bound)
-    pairing.by(lambda call: names.get(call.name), lambda call: call.name)
-    pairing.by(lambda call: _is_outermost(call) or None)
-    pairing.by_weights()
-    pairing.by(lambda call: call.name or None)
+    pairing.pair_by(lambda call: names.get(call.name), lambda call: call.name)
+    pairing.pair_by(lambda call: _is_outermost(call) or None)
+    pairing.pair_by_weights()
+    pairing.pair_by(lambda call: call.name or None)
     count = -1
     while len(pairing.pairs) > count:
         count = len(pairing.pairs)
-        pairing.by(pairing.place_and_name, fits=lambda calls, others: len(calls) == len(others))
-        pairing.by(pairing.place, fits=pairing.are_same)
+        pairing.pair_by(
+            pairing.enclosing_call_and_name, fits=lambda calls, others: len(calls) == len(others)
+        )
+        pairing.pair_by(pairing.enclosing_call, fits=pairing.take_same_input)
     return pairing.pairs
 
 
@@ -38,28 +40,28 @@ class _Pairing:
     def __init__(self, reference: list[Call], jax_calls: list[Call], bound: float):
         self.reference, self.jax_calls, self.bound = reference, jax_calls, bound
         self.pairs: Pairs = {}
-        self.taken: dict[Call, Call] = {}
+        self.torch_calls: dict[Call, Call] = {}
         """The torch call of each paired JAX call."""
 
-    def add(self, reference: list[Call], jax_calls: list[Call]) -> None:
+    def pair(self, reference: list[Call], jax_calls: list[Call]) -> None:
         """Pair the calls in order if both sides have equally many, or pair one with all of JAX's.
 
         If JAX has more calls, those whose sizes do not fit are ignored if that makes the numbers
         equal.
         """
-        fitting = jax_calls
+        same_size = jax_calls
         if len(reference) < len(jax_calls):
-            fitting = [c for c in jax_calls if any(_sizes_agree(r, c) == 2 for r in reference)]
-        if len(reference) == len(fitting):
-            self.pairs |= {r: [c] for r, c in zip(reference, fitting, strict=True)}
+            same_size = [c for c in jax_calls if any(_agreeing_sizes(r, c) == 2 for r in reference)]
+        if len(reference) == len(same_size):
+            self.pairs |= {r: [c] for r, c in zip(reference, same_size, strict=True)}
         elif len(reference) == 1 and jax_calls:
             self.pairs[reference[0]] = jax_calls
         else:
             return
-        self.taken |= dict.fromkeys(jax_calls, reference[0])
-        self.taken |= {c: r for r in reference for c in self.pairs[r]}
+        self.torch_calls |= dict.fromkeys(jax_calls, reference[0])
+        self.torch_calls |= {c: r for r in reference for c in self.pairs[r]}
 
-    def by(
+    def pair_by(
         self,
         key: Callable[[Call], Hashable],
         jax_key: Callable[[Call], Hashable] | None = None,
@@ -69,7 +71,7 @@ class _Pairing:
         others = self._groups(self.jax_calls, jax_key or key)
         for value, group in self._groups(self.reference, key).items():
             if fits(group, others.get(value, [])):
-                self.add(group, others.get(value, []))
+                self.pair(group, others.get(value, []))
 
     def _groups(
         self, calls: list[Call], key: Callable[[Call], Hashable]
@@ -78,11 +80,11 @@ class _Pairing:
         groups: dict[Hashable, list[Call]] = {}
         for call in calls:
             value = key(call)
-            if value is not None and call not in self.pairs and call not in self.taken:
+            if value is not None and call not in self.pairs and call not in self.torch_calls:
                 groups.setdefault(value, []).append(call)
         return groups
 
-    def by_weights(self) -> None:
+    def pair_by_weights(self) -> None:
         """Pair the calls that hold the same weights.
 
         A module and its only submodule hold the same weights, too. Of such nested calls, those that
@@ -93,9 +95,9 @@ class _Pairing:
             for calls in (self.reference, self.jax_calls)
         )
         for weights, calls in found.items():
-            nests, others = _nests(calls), _nests(jax_found.get(weights, []))
+            nests, others = _nested_groups(calls), _nested_groups(jax_found.get(weights, []))
             if len(nests) != len(others):
-                self.add([nest[0] for nest in nests], [nest[0] for nest in others])
+                self.pair([nest[0] for nest in nests], [nest[0] for nest in others])
                 continue
             for nest, other in zip(nests, others, strict=True):
                 size = min(len(nest), len(other))
@@ -104,14 +106,14 @@ class _Pairing:
                 )
                 best = max(choices, key=lambda both: self._likeness(*both))
                 for call, jax_call in zip(*best, strict=True):
-                    self.add([call], [jax_call])
+                    self.pair([call], [jax_call])
 
     def _likeness(self, calls: Iterable[Call], others: Iterable[Call]) -> tuple[int, int, int]:
         """The number of sizes, arrays and names that the calls share, the most important first."""
         pairs = [*zip(calls, others, strict=True)]
         slots = "inputs", "outputs"
         return (
-            sum(_sizes_agree(*pair) for pair in pairs),
+            sum(_agreeing_sizes(*pair) for pair in pairs),
             sum(self._is_same(*pair, slot) for pair in pairs for slot in slots),
             sum(_last_name(call) == _last_name(other) for call, other in pairs),
         )
@@ -124,32 +126,32 @@ class _Pairing:
         found = difference(other, first, self.bound)
         return found is not None and found.error <= self.bound
 
-    def place(self, call: Call) -> Call | None:
+    def enclosing_call(self, call: Call) -> Call | None:
         """The innermost paired call around a call of either side, as a torch call.
 
         None if that call is paired with several JAX calls.
         """
-        around = next((o for o in call.ancestors if o in self.pairs or o in self.taken), call)
-        around = self.taken.get(around, around)
-        return around if len(self.pairs.get(around, ())) == 1 else None
+        outer = next((o for o in call.ancestors if o in self.pairs or o in self.torch_calls), call)
+        outer = self.torch_calls.get(outer, outer)
+        return outer if len(self.pairs.get(outer, ())) == 1 else None
 
-    def place_and_name(self, call: Call) -> Hashable:
+    def enclosing_call_and_name(self, call: Call) -> Hashable:
         """The place of a call and the last part of its name."""
-        place, name = self.place(call), _last_name(call)
-        return (place, name) if place is not None and name else None
+        enclosing_call, name = self.enclosing_call(call), _last_name(call)
+        return (enclosing_call, name) if enclosing_call is not None and name else None
 
-    def are_same(self, calls: list[Call], others: list[Call]) -> bool:
+    def take_same_input(self, calls: list[Call], others: list[Call]) -> bool:
         """True if there is one call on each side and both take the same first input."""
         return len(calls) == len(others) == 1 and self._is_same(calls[0], others[0], "inputs")
 
 
-def _nests(calls: list[Call]) -> list[list[Call]]:
+def _nested_groups(calls: list[Call]) -> list[list[Call]]:
     """Groups of nested calls: each outermost call, followed by the calls inside it."""
     outer = [call for call in calls if not {*calls} & {*call.ancestors}]
     return [[call for call in calls if each in (call, *call.ancestors)] for each in outer]
 
 
-def _sizes_agree(call: Call, jax_call: Call) -> int:
+def _agreeing_sizes(call: Call, jax_call: Call) -> int:
     """In how many slots, inputs and outputs, both calls have an array of the same size, or none."""
     sizes = (
         [{a.size for a in c.slots[slot].values()} for c in (call, jax_call)]
@@ -167,19 +169,20 @@ def _last_name(call: Call) -> str:
     return call.name.rpartition(".")[2].lower()
 
 
-def counterparts(
+def counterpart_arrays(
     expected: Arrays, calls: list[Call], slot: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """JAX's array for each of torch's labels: by label and shape, then by shape, then by size.
 
     If torch's call is paired with several calls, their arrays are stacked along a new axis.
     """
-    wanted, left = dict(expected), dict(calls[0].slots[slot])
+    missing, unused = dict(expected), dict(calls[0].slots[slot])
     if len(calls) > 1:
         several = {
-            label: [c.slots[slot][label] for c in calls if label in c.slots[slot]] for label in left
+            label: [c.slots[slot][label] for c in calls if label in c.slots[slot]]
+            for label in unused
         }
-        left = {
+        unused = {
             label: np.stack(arrays)
             for label, arrays in several.items()
             if len(arrays) == len(calls) and len({array.shape for array in arrays}) == 1
@@ -190,14 +193,14 @@ def counterparts(
         lambda label, array: array.size,
     ):
         for label, array in expected.items():
-            same = (
+            equal_keys = (
                 each
-                for each, actual in left.items()
+                for each, actual in unused.items()
                 if (actual.dtype.kind in "fcV") == (array.dtype.kind in "fcV")
                 and key(each, actual) == key(label, array)
             )
-            if label in wanted and (each := next(same, None)) is not None:
-                yield label, left.pop(each)
-                del wanted[label]
-    if len(wanted) == len(left) == 1:
-        yield next(iter(wanted)), next(iter(left.values()))
+            if label in missing and (each := next(equal_keys, None)) is not None:
+                yield label, unused.pop(each)
+                del missing[label]
+    if len(missing) == len(unused) == 1:
+        yield next(iter(missing)), next(iter(unused.values()))

@@ -13,7 +13,7 @@ nothing tells which.
 import dataclasses
 import itertools
 
-from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, is_weight, numbers
+from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, identities, is_weight
 from parity_tests.engine.locate.substitute import Substitution
 from parity_tests.engine.traces.trace import FORWARD, Call
 
@@ -39,29 +39,30 @@ class Rule:
 
     def __init__(self, evidence: Evidence, substitution: Substitution):
         self.evidence, self.substitution = evidence, substitution
-        self.taken, self.given = evidence.direction.taken, evidence.direction.given
+        self.incoming, self.outgoing = evidence.direction.incoming, evidence.direction.outgoing
         self.is_forward = evidence.direction is FORWARD
-        self.fed: dict[Call, set[Call]] = {}
+        self.consumers: dict[Call, set[Call]] = {}
         """For each call, the calls that take its outputs."""
         for call in evidence.trace.calls:
             for source in call.sources:
-                self.fed.setdefault(source, set()).add(call)
-        right = [call for call in evidence.trace.calls if evidence.is_right(call)]
-        self.needed: set[Call] = set()
+                self.consumers.setdefault(source, set()).add(call)
+        right_calls = [call for call in evidence.trace.calls if evidence.is_right(call)]
+        self.needed_calls: set[Call] = set()
         """The calls on which a right call depends, directly or through other calls."""
-        left = [*right]
-        while left:
-            new = self.givers(left.pop()) - self.needed
-            self.needed |= new
-            left += new
-        self.harmless = {each for call in right for each in numbers(call, self.taken)} | {
-            each for call in self.needed for each in numbers(call, self.given)
-        }
+        remaining = [*right_calls]
+        while remaining:
+            new = self.producers(remaining.pop()) - self.needed_calls
+            self.needed_calls |= new
+            remaining += new
+        self.needed_arrays = set[bytes]().union(
+            *(identities(call, self.incoming) for call in right_calls),
+            *(identities(call, self.outgoing) for call in self.needed_calls),
+        )
         """The arrays on which right arrays depend, whether JAX has them or not."""
 
-    def givers(self, call: Call) -> set[Call]:
+    def producers(self, call: Call) -> set[Call]:
         """The calls that give the arrays that a call takes."""
-        return call.sources if self.is_forward else self.fed.get(call, set())
+        return call.sources if self.is_forward else self.consumers.get(call, set())
 
     def culprit(self, frame: Call) -> Culprit:
         """The culprit inside a call.
@@ -70,14 +71,14 @@ class Rule:
         before it.
         """
         found = self._descend(frame)
-        stopped = [c for c in self.evidence.stopped if found.call in (c, *c.ancestors)]
-        return self._unsure(found, *stopped) if stopped else found
+        stopped = [c for c in self.evidence.stopped_calls if found.call in (c, *c.ancestors)]
+        return self._ambiguous(found, *stopped) if stopped else found
 
     def _descend(self, frame: Call) -> Culprit:
         """The culprit inside a call that takes right arrays and gives wrong ones."""
         # If no inner call is a suspect, the fault is in the call's own code, after its last inner
         # call that is right.
-        children = self.evidence.trace.inside(frame, self.evidence.direction)
+        children = self.evidence.trace.calls_inside(frame, self.evidence.direction)
         suspects = [call for call in children if self._is_suspect(call)]
         after = next((c for c in reversed(children) if self.evidence.is_right(c)), None)
         if not suspects:
@@ -87,95 +88,109 @@ class Rule:
         first, *others = suspects
         earlier = children[: children.index(first)]
         after = next((c for c in reversed(earlier) if self.evidence.is_right(c)), None)
-        here = Culprit(frame, frame, after, first)
-        if not self.takes_right(first):
-            return here
+        before_first = Culprit(frame, frame, after, first)
+        if not self.has_right_inputs(first):
+            return before_first
 
         # A suspect without a counterpart that takes the same arrays leaves two doubts. If several
         # suspects take the same arrays, these arrays may be wrong although JAX has them somewhere.
         # If JAX does not have the arrays, the call that gives them may be wrong.
-        if not self._is_certain(first):
-            taken = numbers(first, self.taken)
-            rivals = [c for c in others if c.weights and taken and numbers(c, self.taken) == taken]
-            if rivals:
-                is_from_here = not taken <= numbers(frame, self.taken)
-                return here if is_from_here else self._unsure(here, first, *rivals)
-            hidden = taken - self.evidence.matched
-            hiders = [c for c in self.givers(first) if numbers(c, self.given) & hidden]
-            if hiders:
-                return self._unsure(here, first, *hiders)
+        if not self._has_matching_counterpart(first):
+            incoming = identities(first, self.incoming)
+            suspects_with_same_input = [
+                c
+                for c in others
+                if c.weights and incoming and identities(c, self.incoming) == incoming
+            ]
+            if suspects_with_same_input:
+                if not incoming <= identities(frame, self.incoming):  # made in this frame
+                    return before_first
+                return self._ambiguous(before_first, first, *suspects_with_same_input)
+            unmatched = incoming - self.evidence.matched_arrays
+            producers_of_unmatched = [
+                c for c in self.producers(first) if identities(c, self.outgoing) & unmatched
+            ]
+            if producers_of_unmatched:
+                return self._ambiguous(before_first, first, *producers_of_unmatched)
 
         # The suspect is the culprit: look inside it, if anything is known about its inner calls.
         states = self.evidence.states
-        inner = self.evidence.trace.inside(first, self.evidence.direction)
-        has_arrays = any(states[call, self.taken] or states[call, self.given] for call in inner)
-        return self._descend(first) if has_arrays else self._leaf(here, first)
+        inner = self.evidence.trace.calls_inside(first, self.evidence.direction)
+        if any(states[call, slot] for call in inner for slot in (self.incoming, self.outgoing)):
+            return self._descend(first)
+        return self._leaf_culprit(before_first, first)
 
-    def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
+    def _leaf_culprit(self, in_frame: Culprit, leaf: Call) -> Culprit:
         """The culprit, which is a call without inner calls or the code that computes its input."""
-        alone, states = Culprit(leaf, leaf), self.evidence.states
-        if self._is_certain(leaf) or not states[leaf, self.taken]:
-            return alone
+        leaf_itself, states = Culprit(leaf, leaf), self.evidence.states
+        if self._has_matching_counterpart(leaf) or not states[leaf, self.incoming]:
+            return leaf_itself
 
         # Does JAX apply the layer to another input than torch does? Then the layer is right, and
         # the code of an enclosing call computes that input: the culprit is the innermost enclosing
         # call that JAX does not itself apply to another input.
-        taken, given = numbers(leaf, self.taken), numbers(leaf, self.given)
-        handed_on = itertools.takewhile(
-            lambda outer: taken <= numbers(outer, self.taken), leaf.ancestors
+        incoming, outgoing = identities(leaf, self.incoming), identities(leaf, self.outgoing)
+        callers_with_same_input = itertools.takewhile(
+            lambda outer: incoming <= identities(outer, self.incoming), leaf.ancestors
         )
-        around = [outer for outer in handed_on if outer.kind != "run"]
-        others = (call for call in self.evidence.trace.calls if call is not leaf)
-        users = [call for call in others if given and numbers(call, self.taken) == given]
-        found = self.substitution.computes_of_another([leaf, *around, *users])
-        if found.get(leaf):
+        callers = [outer for outer in callers_with_same_input if outer.kind != "run"]
+        other_calls = (call for call in self.evidence.trace.calls if call is not leaf)
+        users = [
+            call for call in other_calls if outgoing and identities(call, self.incoming) == outgoing
+        ]
+        takes_other_input = self.substitution.takes_other_input([leaf, *callers, *users])
+        if takes_other_input.get(leaf):
             inner = leaf
             for outer in leaf.ancestors:
-                if not found.get(outer):
-                    return Culprit(outer, outer, here.after, inner)
+                if not takes_other_input.get(outer):
+                    return Culprit(outer, outer, in_frame.after, inner)
                 inner = outer
 
         # JAX does not. If the layer is the culprit, JAX applies the calls that use its output to
         # another array. If JAX does not do so for one of these calls, it is a candidate, too.
-        if leaf in found:
-            idle = [user for user in users if found.get(user) is False]
-            return self._unsure(here, leaf, *idle) if idle and self.is_forward else alone
+        if leaf in takes_other_input:
+            unaffected_users = [user for user in users if takes_other_input.get(user) is False]
+            if unaffected_users and self.is_forward:
+                return self._ambiguous(in_frame, leaf, *unaffected_users)
+            return leaf_itself
 
         # The layer could not be tested. It is the culprit unless the code around it may be.
         if leaf.weights and not self.substitution.is_possible:
-            return self._unsure(here, leaf)
+            return self._ambiguous(in_frame, leaf)
         if self.is_forward:  # if the layer takes only integers, those that JAX's takes are unknown
-            return alone if taken else self._unsure(here, leaf)
-        states = states[leaf, self.given].values()
+            return leaf_itself if incoming else self._ambiguous(in_frame, leaf)
+        states = states[leaf, self.outgoing].values()
         if MATCHED in states:  # it takes right arrays; JAX may stop the other gradients before it
-            return alone if DEPARTS in states else self._unsure(here, leaf)
-        compared = [outer for outer in around if outer in self.evidence.compared]
-        if compared:
-            return Culprit(compared[0], compared[0], before=leaf)
-        return self._unsure(here, leaf) if around else alone
+            return leaf_itself if DEPARTS in states else self._ambiguous(in_frame, leaf)
+        paired_callers = [outer for outer in callers if outer in self.evidence.paired_calls]
+        if paired_callers:
+            return Culprit(paired_callers[0], paired_callers[0], before=leaf)
+        return self._ambiguous(in_frame, leaf) if callers else leaf_itself
 
-    def _unsure(self, culprit: Culprit, *others: Call) -> Culprit:
+    def _ambiguous(self, culprit: Culprit, *others: Call) -> Culprit:
         return dataclasses.replace(culprit, call=None, candidates=(*others, culprit.within))
 
     def _is_suspect(self, call: Call) -> bool:
         """True if the call gives an array that JAX does not have and that no right call needs."""
-        states = self.evidence.states[call, self.given]
-        if call in self.needed:  # weight gradients may be wrong all the same: no call takes them
+        states = self.evidence.states[call, self.outgoing]
+        if call in self.needed_calls:
+            # The gradients of its weights may be wrong all the same, because no call takes them.
             return any(s == DEPARTS for label, s in states.items() if is_weight(label))
-        tells = DEPARTS in states.values() or self.evidence.tells(call, self.given)
+        tells = DEPARTS in states.values() or self.evidence.telling_labels(call, self.outgoing)
         return bool(tells) and not self.evidence.is_right(call)
 
-    def _is_certain(self, call: Call) -> bool:
+    def _has_matching_counterpart(self, call: Call) -> bool:
         """True if JAX has a counterpart of the call that takes the same arrays."""
-        state = self.evidence.state(call, self.taken)
-        return call in self.evidence.compared and state == MATCHED
+        state = self.evidence.state(call, self.incoming)
+        return call in self.evidence.paired_calls and state == MATCHED
 
-    def takes_right(self, call: Call) -> bool:
+    def has_right_inputs(self, call: Call) -> bool:
         """True if all arrays that the call takes are right.
 
         JAX's counterpart may take fewer arrays and compute the others itself.
         """
-        if not self.evidence.states[call, self.taken] or self._is_certain(call):
+        if not self.evidence.states[call, self.incoming] or self._has_matching_counterpart(call):
             return True
-        is_other = self.evidence.state(call, self.taken) == DEPARTS
-        return not is_other and numbers(call, self.taken) <= self.evidence.matched | self.harmless
+        if self.evidence.state(call, self.incoming) == DEPARTS:
+            return False
+        return identities(call, self.incoming) <= self.evidence.matched_arrays | self.needed_arrays

@@ -15,17 +15,19 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_models.weights.trees import is_floating
+from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import called_body
-from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.locate.values import closest_error
 
 
-class Watch(Lift):
+class WatchingEvaluator(Evaluator):
     """Evaluates a program, and passes each floating array that a result depends on to `tell`."""
 
     def __init__(self, tell: Callable[..., None], closed: ClosedJaxpr, *args: Any):
-        needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-        super().__init__(ClosedJaxpr(needed, closed.consts), *args)
+        used_program, _ = dce_jaxpr(
+            closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+        )
+        super().__init__(ClosedJaxpr(used_program, closed.consts), *args)
         self._tell, self._summands = tell, set()
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
@@ -43,11 +45,11 @@ class Watch(Lift):
         # A variable that is only ever added to others is a summand of a gradient, not the gradient.
         uses = [(each.primitive.name == "add_any", each.invars) for each in jaxpr.eqns]
         uses.append((False, jaxpr.outvars))
-        added, others = (
+        summed, used_otherwise = (
             {v for is_sum, atoms in uses if is_sum is of for v in atoms if isinstance(v, Var)}
             for of in (True, False)
         )
-        self._summands |= added - others
+        self._summands |= summed - used_otherwise
         return super()._run(jaxpr, consts, args)
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
@@ -58,7 +60,7 @@ class Watch(Lift):
 
 
 @dataclasses.dataclass(eq=False)
-class Wanted:
+class WantedArray:
     """An array to look for, and the error of the closest of JAX's arrays so far."""
 
     array: np.ndarray
@@ -74,22 +76,22 @@ class Search:
     by feature: JAX may have one array where torch has several, or several where torch has one.
     """
 
-    def __init__(self, wanted: Sequence[Wanted]):
+    def __init__(self, wanted: Sequence[WantedArray]):
         self.wanted = wanted
-        self._by_size: dict[int, list[tuple[Wanted, np.ndarray, float]]] = {}
-        self._by_rows: dict[int, list[Wanted]] = {}
+        self._by_size: dict[int, list[tuple[WantedArray, np.ndarray, float]]] = {}
+        self._by_rows: dict[int, list[WantedArray]] = {}
         self._features: dict[int, list[tuple[int, np.ndarray]]] = {}
         for each in wanted:
             forms = {array.size: array for array in (each.array, without_repeats(each.array))}
             for form in forms.values():
                 norm = float(np.linalg.norm(form))
                 self._by_size.setdefault(form.size, []).append((each, form, norm))
-            if _rows(each.array) > 1:
-                self._by_rows.setdefault(_rows(each.array), []).append(each)
+            if _row_count(each.array) > 1:
+                self._by_rows.setdefault(_row_count(each.array), []).append(each)
 
     def see(self, value: np.ndarray, *, is_summand: bool = False) -> None:
         """Compare an array of JAX's with all wanted arrays."""
-        candidates, rows = self._by_size.get(value.size, ()), _rows(value)
+        candidates, rows = self._by_size.get(value.size, ()), _row_count(value)
         if not candidates and rows not in self._by_rows:
             return
         value = np.asarray(value, float)
@@ -105,7 +107,7 @@ class Search:
             ):
                 wanted.error = min(wanted.error, closest_error(value, form))
         if rows in self._by_rows and not is_summand:
-            self._features.setdefault(rows, []).append((value.shape[-1], _projected(value)))
+            self._features.setdefault(rows, []).append((value.shape[-1], _project_features(value)))
 
     def finish(self) -> None:
         """Look feature by feature for arrays that were not found as a whole."""
@@ -113,33 +115,33 @@ class Search:
             numbers = np.concatenate([features for _, features in seen])
             widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])
             order = np.argsort(np.real(numbers))
-            by_width: dict[int, list[Wanted]] = {}
+            by_width: dict[int, list[WantedArray]] = {}
             for wanted in self._by_rows[rows]:
                 by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
-            for width, several in by_width.items():
+            for width, same_width in by_width.items():
                 # an array with equally many features counts only as a whole: their order matters
                 others = order[widths[order] != width]
-                for wanted in several if others.size and width > 1 else ():
-                    wanted.error = min(wanted.error, _apart(wanted.array, numbers[others]))
+                for wanted in same_width if others.size and width > 1 else ():
+                    wanted.error = min(wanted.error, _distance(wanted.array, numbers[others]))
 
 
-def _apart(array: np.ndarray, numbers: np.ndarray) -> float:
+def _distance(array: np.ndarray, numbers: np.ndarray) -> float:
     """The relative distance of an array's projected features from the closest of sorted numbers."""
-    features = _projected(array)
+    features = _project_features(array)
     after = np.searchsorted(np.real(numbers), np.real(features))
     near = [numbers[np.clip(after + i, 0, numbers.size - 1)] for i in (-1, 0)]
-    off = np.min([abs(each - features) for each in near], axis=0)
-    return float(np.linalg.norm(off) / (np.linalg.norm(features) or 1.0))
+    distances = np.min([abs(each - features) for each in near], axis=0)
+    return float(np.linalg.norm(distances) / (np.linalg.norm(features) or 1.0))
 
 
-def _rows(x: np.ndarray) -> int:
+def _row_count(x: np.ndarray) -> int:
     return int(np.prod(x.shape[:-1])) if x.ndim > 1 else 0
 
 
-def _projected(x: np.ndarray) -> np.ndarray:
+def _project_features(x: np.ndarray) -> np.ndarray:
     """A random projection of each feature to a complex number, which identifies the feature."""
     rng = np.random.default_rng(0)
-    real, imaginary = rng.standard_normal((2, _rows(x))) @ x.reshape(-1, x.shape[-1])
+    real, imaginary = rng.standard_normal((2, _row_count(x))) @ x.reshape(-1, x.shape[-1])
     return real + 1j * imaginary
 
 

@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 
-from parity_tests.engine.locate.evidence import Evidence, telling
-from parity_tests.engine.locate.search import Search, Wanted, Watch
+from parity_tests.engine.locate.evidence import Evidence, telling_arrays
+from parity_tests.engine.locate.search import Search, WantedArray, WatchingEvaluator
 from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.jax_trace import trace_jax
 from parity_tests.engine.traces.trace import FORWARD, Call
 
 
@@ -26,19 +26,19 @@ class Substitution:
         self.calls, self.reference = evidence.trace.calls, evidence.reference
         self.is_possible = self.reference.run_again is not None
 
-    def computes_of_another(self, calls: Sequence[Call]) -> dict[Call, bool]:
+    def takes_other_input(self, calls: Sequence[Call]) -> dict[Call, bool]:
         """For each call, whether JAX computes it from another array than torch does.
 
         Calls for which the test would prove nothing are left out. In the forward pass, these are
         calls without weights and calls of a module that is called several times, because JAX may
         compute them elsewhere.
         """
-        asked = {call: self._taken(call) for call in calls if self._is_conclusive(call)}
-        if not asked or (run_again := self.reference.run_again) is None:
+        tested = {call: self._incoming(call) for call in calls if self._is_conclusive(call)}
+        if not tested or (run_again := self.reference.run_again) is None:
             return {}
 
         # Keep all of JAX's arrays that a call could take.
-        sizes = {array.size for taken in asked.values() for _, array in taken}
+        sizes = {array.size for incoming in tested.values() for _, array in incoming}
         jax_arrays: dict[int, dict[int, np.ndarray]] = {size: {} for size in sizes}
 
         def keep(value: np.ndarray, *, is_summand: bool = False) -> None:
@@ -49,63 +49,65 @@ class Substitution:
 
         # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
         # applies the call to another array.
-        results: list[tuple[Call, str, Wanted]] = []
-        for call, taken in asked.items():
-            for labels, array in taken:
+        results: list[tuple[Call, str, WantedArray]] = []
+        for call, incoming in tested.items():
+            for labels, array in incoming:
                 others = [
                     layout
                     for other in jax_arrays[array.size].values()
                     for _, layout in layouts(other, array.shape)
                 ]
-                given = run_again(call.index, self.direction, labels, others)
+                outgoing = run_again(call.index, self.direction, labels, others)
                 results += [
-                    (call, label, Wanted(result))
-                    for other, arrays in zip(others, given, strict=True)
+                    (call, label, WantedArray(result))
+                    for other, arrays in zip(others, outgoing, strict=True)
                     for label, result in arrays.items()
-                    if label in telling(call, self.direction.given)
+                    if label in telling_arrays(call, self.direction.outgoing)
                     and not (result.size == other.size and (result.ravel() == other.ravel()).all())
                 ]
 
         # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
-        of_torch = Search([Wanted(each.array) for *_, each in results])
+        among_torch_arrays = Search([WantedArray(each.array) for *_, each in results])
         for call in self.calls:
-            for slot in (self.direction.taken, self.direction.given):
-                for array in telling(call, slot).values():
-                    of_torch.see(array)
+            for slot in (self.direction.incoming, self.direction.outgoing):
+                for array in telling_arrays(call, slot).values():
+                    among_torch_arrays.see(array)
         new = [
             (call, label, result)
-            for (call, label, result), own in zip(results, of_torch.wanted, strict=True)
-            if not self._is_same(call, label, own.error)
+            for (call, label, result), in_torch in zip(
+                results, among_torch_arrays.wanted, strict=True
+            )
+            if not self._is_same(call, label, in_torch.error)
         ]
         self._run_jax(Search([result for *_, result in new]).see)
         found = {c for c, label, result in new if self._is_same(c, label, result.error)}
-        return {call: call in found for call in asked}
+        return {call: call in found for call in tested}
 
     def _is_same(self, call: Call, label: str, error: float) -> bool:
         """True if rounding explains the error of a result."""
-        return self.evidence.is_within(call, self.direction.given, label, error)
+        return self.evidence.is_within(call, self.direction.outgoing, label, error)
 
     def _is_conclusive(self, call: Call) -> bool:
-        if not telling(call, self.direction.given):
+        if not telling_arrays(call, self.direction.outgoing):
             return False
         is_called_once = [each.name for each in self.calls].count(call.name) == 1
         return self.direction is not FORWARD or (bool(call.weights) and is_called_once)
 
-    def _taken(self, call: Call) -> list[tuple[list[str], np.ndarray]]:
+    def _incoming(self, call: Call) -> list[tuple[list[str], np.ndarray]]:
         """The arrays that a call takes, each once, with its labels."""
-        taken = telling(call, self.direction.taken)
+        incoming = telling_arrays(call, self.direction.incoming)
         labels: dict[bytes, list[str]] = {}
-        for label in taken:
-            labels.setdefault(identity(call, self.direction.taken, label), []).append(label)
-        return [(each, taken[each[0]]) for each in labels.values()]
+        for label in incoming:
+            labels.setdefault(identity(call, self.direction.incoming, label), []).append(label)
+        return [(each, incoming[each[0]]) for each in labels.values()]
 
     def _run_jax(self, see: Callable[..., None]) -> None:
         """Run the JAX side, and give each of its arrays to `see`."""
         results = self.reference.trace.results
-        traced_jax(
+        trace_jax(
             self.problem,
             self.reference.dtype,
             results.forward if self.direction is FORWARD else results,
             self.reference.cast_to,
-            evaluator=partial(Watch, see),
+            evaluator=partial(WatchingEvaluator, see),
         )

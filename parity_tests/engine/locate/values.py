@@ -41,12 +41,12 @@ def difference(
             return None
         either = (difference(each, masks[1], bound) for each in (masks[0], ~masks[0]))
         return min((each for each in either if each), key=lambda each: each.error)
-    actual, expected = plain(actual), plain(expected)
+    actual, expected = comparable(actual), comparable(expected)
     if actual.dtype.kind != expected.dtype.kind:
         return None
     closest = None
     for layout, candidate in layouts(actual, expected.shape):
-        error = _error(candidate, expected, largest)
+        error = _relative_error(candidate, expected, largest)
         if closest is None or error <= bound:
             closest = Difference(error, layout)
         if closest.error <= bound:
@@ -66,7 +66,7 @@ def mask_of(x: np.ndarray) -> np.ndarray | None:
     return x == 0 if (x <= 0).all() and np.isin(np.exp(x), (0, 1)).all() else None
 
 
-def plain(x: np.ndarray) -> np.ndarray:
+def comparable(x: np.ndarray) -> np.ndarray:
     """The numbers in float64 or int64; additive masks that hide the same places become equal."""
     if x.dtype.kind in "biu":
         return x.astype(np.int64)
@@ -82,14 +82,17 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
     if x.shape == shape:
         yield "", x
     squeezed = tuple(n for n in shape if n != 1)
-    short = x.squeeze()
-    if short.ndim <= 6 and sorted(short.shape) == sorted(squeezed):
-        for order in sorted(itertools.permutations(range(short.ndim)), key=_moves):
-            is_same = _moves(order) == 0
-            if tuple(short.shape[i] for i in order) == squeezed and not (
+    compact = x.squeeze()
+    if compact.ndim <= 6 and sorted(compact.shape) == sorted(squeezed):
+        for order in sorted(itertools.permutations(range(compact.ndim)), key=_inversions):
+            is_same = _inversions(order) == 0
+            if tuple(compact.shape[i] for i in order) == squeezed and not (
                 x.shape == shape and is_same
             ):
-                yield "" if is_same else f"axes {order}", short.transpose(order).reshape(shape)
+                yield (
+                    "" if is_same else f"axes {order}",
+                    compact.transpose(order).reshape(shape),
+                )
     elif x.size == np.prod(shape, dtype=int):
         yield "reshaped", x.reshape(shape)
     elif x.size < np.prod(shape, dtype=int):
@@ -101,29 +104,31 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
 
 def closest_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """The least error in any layout."""
-    actual, expected = plain(actual), plain(expected)
+    actual, expected = comparable(actual), comparable(expected)
     least = np.inf
     for _, each in layouts(actual, expected.shape):
-        least = min(least, _error(each, expected, 0.0))
+        least = min(least, _relative_error(each, expected, 0.0))
         if least <= FLOAT64:
             break
     return least
 
 
-def _moves(order: tuple[int, ...]) -> int:
+def _inversions(order: tuple[int, ...]) -> int:
     """The number of pairs of axes whose order is changed; small if only the channels move."""
     return sum(a > b for a, b in itertools.combinations(order, 2))
 
 
-def _error(actual: np.ndarray, expected: np.ndarray, largest: float) -> float:
+def _relative_error(actual: np.ndarray, expected: np.ndarray, largest: float) -> float:
     if expected.dtype.kind == "i":
         return float(np.mean(actual != expected)) if actual.size else 0.0
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    off = np.where(same, 0.0, np.subtract(actual, expected, where=~same, out=np.zeros(same.shape)))
+    errors = np.where(
+        same, 0.0, np.subtract(actual, expected, where=~same, out=np.zeros(same.shape))
+    )
     scale = rms(expected[np.isfinite(expected)])
     if scale <= FLOAT64 * largest:
         scale = largest
-    return rms(off) / (scale or 1.0) if np.isfinite(off).all() else np.inf
+    return rms(errors) / (scale or 1.0) if np.isfinite(errors).all() else np.inf
 
 
 def identity(call: Call, slot: str, label: str) -> bytes:

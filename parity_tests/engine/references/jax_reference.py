@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from parity_tests.engine.bounds.rounded_constants import digits_of, numbered
+from parity_tests.engine.bounds.rounded_constants import digits_of, named_by_number
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.adapters import foreign_model
+from parity_tests.engine.candidates.jax_program import first_of
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
@@ -22,7 +23,6 @@ from parity_tests.engine.candidates.model_weights import (
 )
 from parity_tests.engine.candidates.other_digits import run_with_digits, with_digits
 from parity_tests.engine.candidates.port import port
-from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
@@ -32,12 +32,13 @@ from parity_tests.engine.results import (
     are_same,
     errors_of,
     named_leaves,
+    not_finite,
     only_floating,
 )
 from parity_tests.engine.traces.frameworks import nnx_modules
 from parity_tests.engine.traces.held_weights import find_held_weights
-from parity_tests.engine.traces.jax_trace import traced_jax
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.traces.jax_trace import trace_jax
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, trace_of_runs
 from parity_tests.engine.traces.trace import Trace
 
 SIDES = ("reference", "model")
@@ -54,26 +55,30 @@ class JaxReference(Reference):
         self.name = getattr(first, "__name__", type(first).__name__)
         self.twin, self._model = WeightsOnly(arrays), model
         owners = {key: key for key in arrays}
-        self.weights = ReferenceWeights(arrays, owners, parameters, self._matters, is_jax=True)
+        self.weights = ReferenceWeights(
+            arrays, owners, parameters, self._affects_result, is_jax=True
+        )
         if isinstance(model, nnx.Module):
             self.submodules = [path for path, _ in nnx_modules(model)]
 
     def _as_port(self, problem: Problem) -> Problem:
         """A problem whose JAX side is the reference itself, so that `JaxSide` can run it."""
         fields = ("twin", "call_twin", "inputs", "dtypes", "seed", "logits")
-        start = partial(Problem, **{field: getattr(problem, field) for field in fields})
-        model, call = self._model, problem.call_twin
+        make_problem = partial(Problem, **{field: getattr(problem, field) for field in fields})
+        model, call, weights = self._model, problem.call_twin, self.weights
         if isinstance(model, nnx.Module) or foreign_model(model) is not None:
-            return port(start, self.weights, model, named_table(self.weights.arrays), call)[0]
-        return port(start, self.weights, partial(call, model), None)[0]
+            ported = port(make_problem, weights, model, named_table(weights.arrays), call)
+        else:
+            ported = port(make_problem, weights, partial(call, model), None)
+        return ported[0]
 
-    def _matters(self, problem: Problem, key: str) -> bool:
-        own, arrays = self._as_port(problem), self.weights.arrays
-        side = JaxSide(own)
+    def _affects_result(self, problem: Problem, key: str) -> bool:
+        own_problem, arrays = self._as_port(problem), self.weights.arrays
+        side = JaxSide(own_problem)
         other = np.where(arrays[key] == 0, 1, arrays[key] / 2).astype(arrays[key].dtype)
-        shapes, _ = side.shapes(own)
+        shapes, _ = side.shapes(own_problem)
         before, after = (
-            side.run(dataclasses.replace(own, twin=WeightsOnly(each)), "float64", shapes)
+            side.run(dataclasses.replace(own_problem, twin=WeightsOnly(each)), "float64", shapes)
             for each in (arrays, {**arrays, key: other})
         )
         return not are_same(before, after)
@@ -92,26 +97,28 @@ class JaxReference(Reference):
             raise
         return self
 
-    def _run_oracle(self, own: Problem) -> None:
-        self.problem, self.notes, parameters = own, [], self.weights.parameters
-        self._side, self._moves = JaxSide(own), []
+    def _run_oracle(self, own_problem: Problem) -> None:
+        self.problem, self.notes, parameters = own_problem, [], self.weights.parameters
+        self._side, self._moves = JaxSide(own_problem), []
         self._say("reference in float64")
-        shapes, found = self._side.shapes(own)
+        shapes, found = self._side.shapes(own_problem)
         if any(only_floating(named) for named in shapes.values()):
             shapes["input gradient"] = {
                 name: leaf
-                for i, tree in enumerate(own.inputs)
+                for i, tree in enumerate(own_problem.inputs)
                 for name, leaf in named_leaves(tree, f"input {i}").items()
                 if not is_flag(leaf) and np.issubdtype(leaf.dtype, np.inexact)
             }
-            if own.to_torch is not None:
-                shapes["weight gradients"] = {key: own.state_dict[key] for key in parameters}
+            if own_problem.to_torch is not None:
+                shapes["weight gradients"] = {
+                    key: own_problem.state_dict[key] for key in parameters
+                }
         else:
             self.notes = ["gradients are not compared: no output of the reference has one"]
         casts = [cast.partition(" at ")[0].partition(" to ")[2] for cast in found.casts]
         self.cast_to = sorted({*casts})
-        self.oracle = self._side.run(own, "float64", shapes, self.cast_to)
-        self.faults = not_a_number(self.oracle, "float64 reference")
+        self.oracle = self._side.run(own_problem, "float64", shapes, self.cast_to)
+        self.faults = not_finite(self.oracle, "float64 reference")
         if found.casts:
             self.notes = [
                 *self.notes,
@@ -123,38 +130,40 @@ class JaxReference(Reference):
         return self._side.run(self.problem, dtype, self.oracle)
 
     def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
-        return self._side.found[dtype].dtypes
+        return self._side.facts[dtype].dtypes
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"reference, rounded to {dtype} at random")
-        problem = self._coarse(dtype)
+        problem = self._problem_rounded_to(dtype)
         side = JaxSide(problem, rounding=dtype)
         run = partial(side.run, problem, "float64", self.oracle, self.cast_to)
         yield from (errors_of(run(noise=seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
-    def _coarse(self, dtype: str) -> Problem:
+    def _problem_rounded_to(self, dtype: str) -> Problem:
         """The problem with weights and inputs rounded to a dtype."""
 
-        def coarse(array: Any) -> Any:
+        def rounded_array(array: Any) -> Any:
             return array if is_flag(array) else in_dtype(in_dtype(array, dtype), "float64")
 
         weights = all_in_dtype(all_in_dtype(self.problem.state_dict, dtype), "float64")
-        inputs = jax.tree.map(coarse, self.problem.inputs)
+        inputs = jax.tree.map(rounded_array, self.problem.inputs)
         return dataclasses.replace(self.problem, twin=WeightsOnly(weights), inputs=inputs)
 
     @functools.cached_property
-    def _run(self) -> Trace:
+    def _float64_trace(self) -> Trace:
         self._say("reference in float64, call by call")
-        run = traced_jax(self.problem, "float64", self.oracle, self.cast_to)
+        run = trace_jax(self.problem, "float64", self.oracle, self.cast_to)
         find_held_weights(self.problem, run, self.weights.owners)
         return run
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        coarse = self._coarse(dtype)
+        rounded_problem = self._problem_rounded_to(dtype)
 
         def rounded() -> Iterator[Trace]:
-            run = partial(traced_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+            run = partial(
+                trace_jax, rounded_problem, "float64", self.oracle, self.cast_to, rounding=dtype
+            )
             for seed in range(ROUNDED_RUNS):
                 yield run(noise=seed)
 
@@ -162,13 +171,13 @@ class JaxReference(Reference):
             if self._moves:  # twice as far as to JAX's digits, so that these are within the bound
                 twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
                 problem, evaluator = with_digits(self.problem, twice)
-                yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
+                yield trace_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
 
-        return of_runs(
+        return trace_of_runs(
             dtype,
-            self._run,
+            self._float64_trace,
             self.weights.owners,
-            lambda: traced_jax(self.problem, dtype, self.oracle),
+            lambda: trace_jax(self.problem, dtype, self.oracle),
             rounded(),
             moved(),
         )
@@ -176,7 +185,7 @@ class JaxReference(Reference):
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the model's float64 run, with numbers for names."""
-        return numbered(self._side.constants_of(self.problem))
+        return named_by_number(self._side.constants_of(self.problem))
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results if each constant is scaled by 1 + its move."""

@@ -39,7 +39,9 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
     for name in others:
         stored[name] = np.frombuffer(stored[name].tobytes(), np.uint8)
     first: dict[Any, str] = {}
-    stored_as = {name: first.setdefault(_content(array), name) for name, array in stored.items()}
+    stored_as = {
+        name: first.setdefault(_fingerprint(array), name) for name, array in stored.items()
+    }
     stored = {name: stored[name] for name in first.values()}
     head = json.dumps({"schema": SCHEMA, "stored_as": stored_as, "others": others, **facts})
     metadata = {KEY: head, CHECKSUM: _checksum(stored, head)}
@@ -80,7 +82,7 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     return arrays, facts
 
 
-def _content(array: np.ndarray) -> tuple[Any, ...]:
+def _fingerprint(array: np.ndarray) -> tuple[Any, ...]:
     return array.dtype, array.shape, hashlib.sha256(array.data).digest()
 
 
@@ -91,7 +93,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:
     return f"{checksum:08x}"
 
 
-def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
+def pack(tree: Any, arrays: list[np.ndarray]) -> Any:
     """A tree of arrays and flags as JSON. Its arrays are appended to the list."""
     if tree is None or is_flag(tree):
         return {"flag": tree}
@@ -99,21 +101,21 @@ def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
         arrays.append(tree)
         return {"array": len(arrays) - 1}
     if type(tree) in (tuple, list):
-        return {type(tree).__name__: [packed(value, arrays) for value in tree]}
+        return {type(tree).__name__: [pack(value, arrays) for value in tree]}
     if type(tree) in (dict, OrderedDict) and all(isinstance(key, str | int) for key in tree):
-        return {"dict": [[key, packed(value, arrays)] for key, value in tree.items()]}
+        return {"dict": [[key, pack(value, arrays)] for key, value in tree.items()]}
     raise TypeError(
         f"inputs: a record holds arrays and flags in tuples, lists and dicts, got {described(tree)}"
     )
 
 
-def unpacked(node: Any, arrays: list[np.ndarray]) -> Any:
-    """The tree that `packed` was given, with arrays from the list."""
+def unpack(node: Any, arrays: list[np.ndarray]) -> Any:
+    """The tree that `pack` was given, with arrays from the list."""
     ((kind, value),) = node.items()
     if kind == "flag":
         return value
     if kind == "array":
         return arrays[value]
     if kind == "dict":
-        return {key: unpacked(each, arrays) for key, each in value}
-    return {"tuple": tuple, "list": list}[kind](unpacked(each, arrays) for each in value)
+        return {key: unpack(each, arrays) for key, each in value}
+    return {"tuple": tuple, "list": list}[kind](unpack(each, arrays) for each in value)

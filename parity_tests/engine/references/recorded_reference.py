@@ -14,7 +14,7 @@ from parity_tests.engine.candidates.model_weights import ReferenceWeights, Weigh
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.progress import Say, silent
-from parity_tests.engine.references.record_file import read, unpacked
+from parity_tests.engine.references.record_file import read, unpack
 from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.results import ErrorsByGroup, Results
 from parity_tests.engine.traces.recorded_trace import recorded_calls
@@ -32,21 +32,21 @@ class RecordedReference(Reference):
         self.cast_to, self.notes = facts["cast_to"], facts["notes"]
         self.submodules, self.has_kwargs = facts.get("submodules"), facts["has_kwargs"]
         if "calls" not in facts:
-            self.no_calls = "the record has no activations, record it with them"
+            self.why_no_calls = "the record has no activations, record it with them"
 
         # A weight that has several keys is stored once.
-        owners, idle = facts["owners"], {*facts["idle"]}
+        owners, keys_without_effect = facts["owners"], {*facts["idle"]}
         weights = {key: arrays[f"weights/{owners.get(key, key)}"] for key in facts["keys"]}
         self.twin = WeightsOnly(weights)
         self.weights = ReferenceWeights(
             weights,
             owners,
             facts["parameters"],
-            matters=lambda problem, key: owners[key] not in idle,
+            affects_result=lambda problem, key: owners[key] not in keys_without_effect,
             is_jax=facts["is_jax"],
         )
         count = sum(name.startswith("inputs/") for name in arrays)
-        self._inputs = unpacked(facts["inputs"], [arrays[f"inputs/{i}"] for i in range(count)])
+        self._inputs = unpack(facts["inputs"], [arrays[f"inputs/{i}"] for i in range(count)])
         self.oracle = Results(
             {
                 group: {name: arrays[f"results/{group}/{name}"] for name in names}
@@ -56,7 +56,7 @@ class RecordedReference(Reference):
         self.oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
         self.oracle.padding = facts["padding"]
 
-    def start(
+    def problem_maker(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -68,9 +68,9 @@ class RecordedReference(Reference):
         """Check a user's arguments: inputs, dtypes and seed other than the record's are refused."""
         recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
         dtypes = recorded if dtypes is None else dtypes
-        start = super().start(inputs, kwargs, dtypes, seed, call_twin, logits)
-        given = start.keywords
-        if given["inputs"] and not are_equal(given["inputs"], self._inputs):
+        make_problem = super().problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
+        given = make_problem.keywords
+        if given["inputs"] and not are_same_inputs(given["inputs"], self._inputs):
             raise ValueError(f"inputs: expected those of {self._path}, or none, got others")
         if call_twin is not None:
             raise ValueError("call_twin: a record has the results of its own call, leave it out")
@@ -78,7 +78,7 @@ class RecordedReference(Reference):
             raise ValueError(f"seed: expected that of the record, {own_seed}, got {seed}")
         if not {*given["dtypes"]} <= {*recorded}:
             raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given['dtypes']}")
-        return partial(start, inputs=self._inputs, seed=own_seed)
+        return partial(make_problem, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
         """Take the results from the record, which must have those that the problem asks for."""
@@ -124,7 +124,7 @@ class RecordedReference(Reference):
         return self._moved if self.constant_count else {}
 
 
-def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
+def are_same_inputs(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
     """True if both have the same tree structure, leaf types and numbers."""
     return jax.tree.structure(given) == jax.tree.structure(recorded) and all(
         type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, np.ndarray))

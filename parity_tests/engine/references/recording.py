@@ -13,10 +13,10 @@ from jax_models.ops.checks import checked_bool
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.model_weights import is_trivial
 from parity_tests.engine.logits import logits_array
-from parity_tests.engine.problem import Arrays, called
+from parity_tests.engine.problem import Arrays, call_model
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.references.record_file import packed, write
+from parity_tests.engine.references.record_file import pack, write
 from parity_tests.engine.references.recorded_reference import RecordedReference
 from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.traces.recorded_trace import calls_as_facts
@@ -66,10 +66,10 @@ def record(
             raise TypeError(
                 "twin: expected a torch module or a JAX model, got the path of a record"
             )
-        start = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
-        problem = start(build=dict, call=called, to_torch=None)
+        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
+        problem = make_problem(build=dict, call=call_model, to_torch=None)
         arrays: list[np.ndarray] = []
-        structure = packed(problem.inputs, arrays)
+        structure = pack(problem.inputs, arrays)
         reference.run(problem, say)
         if reference.faults:
             raise ValueError(f"twin: {reference.faults[0]}")
@@ -116,7 +116,7 @@ def facts_of(reference: Reference) -> dict[str, Any]:
         "owners": weights.owners,
         "is_jax": weights.is_jax,
         "parameters": [*weights.parameters],
-        "idle": [*idle_keys(reference)],
+        "idle": [*keys_without_effect(reference)],
         "names": {group: [*named] for group, named in oracle.items()},
         "without_gradient": sorted(oracle.without_gradient),
         "padding": {key: sorted(rows) for key, rows in oracle.padding.items()},
@@ -148,12 +148,12 @@ def constants_as_facts(reference: Reference) -> dict[str, Any]:
     return {"count": reference.constant_count, "names": names, "moved": moved}
 
 
-def idle_keys(reference: Reference) -> Iterator[str]:
+def keys_without_effect(reference: Reference) -> Iterator[str]:
     """The keys of weights on which the result does not depend."""
     weights, gradients = reference.weights, reference.oracle.get("weight gradients", {})
     for key in dict.fromkeys(weights.owners.values()):
         moves = key in gradients and bool(np.any(gradients[key]))
         if moves or (key not in weights.parameters and not is_trivial(weights.arrays[key])):
             continue
-        if not weights.matters(reference.problem, key):
+        if not weights.affects_result(reference.problem, key):
             yield key

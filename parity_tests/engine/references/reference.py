@@ -14,12 +14,11 @@ import numpy as np
 from jax_models.ops.checks import checked_bool, described
 from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
-from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
 from parity_tests.engine.problem import (
     DTYPES,
     Problem,
-    called,
+    call_model,
     check_functions,
     checked_arrays,
     checked_dtypes,
@@ -32,7 +31,8 @@ from parity_tests.engine.results import (
     Results,
     errors_of,
     largest_by_group,
-    replayed,
+    not_finite,
+    replayable,
 )
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
@@ -56,8 +56,8 @@ class RunErrors:
 class Reference(abc.ABC):
     """A torch module, a record of one, or a JAX model, against which a JAX side is measured.
 
-    `open_reference` opens it, `start` checks the inputs, and `run` runs it in float64 once the JAX
-    side is known. All other runs are made when they are first needed.
+    `open_reference` opens it, `problem_maker` checks the inputs, and `run` runs it in float64 once
+    the JAX side is known. All other runs are made when they are first needed.
     """
 
     # Known as soon as the reference is open.
@@ -70,7 +70,7 @@ class Reference(abc.ABC):
     weights: ReferenceWeights
     submodules: Collection[str] | None = None
     """The names of its submodules, with "" for the module itself; None if unknown."""
-    no_calls = ""
+    why_no_calls = ""
     """Why its submodules cannot be compared one by one; empty if they can."""
     has_kwargs = False
     """True if the reference brings its own inputs and the last one is a dict of inputs by name."""
@@ -87,7 +87,7 @@ class Reference(abc.ABC):
     """Remarks on the limits of the comparison, for the report."""
     _say: Say = staticmethod(silent)
 
-    def start(
+    def problem_maker(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ class Reference(abc.ABC):
         inputs = checked_arrays("inputs", inputs, flags=True)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs: expected a dict of inputs by name, got {described(kwargs)}")
-        call = call_twin or called
+        call = call_twin or call_model
         if kwargs:
             inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
             call = with_kwargs(call)
@@ -122,9 +122,9 @@ class Reference(abc.ABC):
     def checked_locate(self, locate: bool | None, names: Any) -> bool:
         """Whether to locate a failure; None means True if submodules can be compared."""
         is_chosen = locate is not None and checked_bool("locate", locate)
-        if (is_chosen or names) and self.no_calls:
-            raise ValueError(f"locate: {self.no_calls}")
-        return is_chosen if locate is not None else not self.no_calls
+        if (is_chosen or names) and self.why_no_calls:
+            raise ValueError(f"locate: {self.why_no_calls}")
+        return is_chosen if locate is not None else not self.why_no_calls
 
     @abc.abstractmethod
     def run(self, problem: Problem, say: Say = silent) -> Self:
@@ -146,7 +146,7 @@ class Reference(abc.ABC):
         return RunErrors(
             errors_of(results, oracle),
             self._dtypes_in(dtype, results),
-            overflows(oracle, results, f"{dtype} {side}"),
+            not_finite(results, f"{dtype} {side}", oracle),
             error,
         )
 
@@ -164,7 +164,7 @@ class Reference(abc.ABC):
 
         Each run is made only once.
         """
-        runs = functools.cache(lambda dtype: replayed(self._rounded(dtype)))
+        runs = functools.cache(lambda dtype: replayable(self._rounded(dtype)))
         return lambda dtype: runs(dtype)()
 
     def scatter(self, dtype: str) -> ErrorsByGroup:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -14,32 +14,29 @@ import torch
 from jax_models.weights.trees import path_of
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
-from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.candidates.torch_run import (
     Prepare,
-    changes_result,
+    affects_result,
     result_dtypes,
     run_oracle,
     run_torch,
     run_torch_rounded,
 )
-from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.measure import measure
-from parity_tests.engine.problem import DTYPES, Problem, arrays_of
+from parity_tests.engine.problem import Problem, state_dict_arrays
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
     Results,
     are_same,
     errors_of,
+    not_finite,
 )
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
-from parity_tests.engine.traces.torch_trace import run_again, traced_torch
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, trace_of_runs
+from parity_tests.engine.traces.torch_trace import run_again, trace_torch
 from parity_tests.engine.traces.trace import Trace
 
 
@@ -49,8 +46,8 @@ class TorchReference(Reference):
     def __init__(self, twin: torch.nn.Module):
         self.twin, self.name = twin, type(twin).__name__
         parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
-        arrays, owners = arrays_of(twin.state_dict()), weight_owners(twin)
-        self.weights = ReferenceWeights(arrays, owners, parameters, changes_result)
+        arrays, owners = state_dict_arrays(twin.state_dict()), weight_owners(twin)
+        self.weights = ReferenceWeights(arrays, owners, parameters, affects_result)
         self.submodules = [name for name, _ in twin.named_modules()]
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
@@ -59,7 +56,7 @@ class TorchReference(Reference):
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
-        self.faults = [*not_a_number(self.oracle, "float64 torch"), *self._randomness()]
+        self.faults = [*not_finite(self.oracle, "float64 torch"), *self._randomness()]
         self.notes = []
         if self._mode.casts:
             self.notes.append(
@@ -99,7 +96,7 @@ class TorchReference(Reference):
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         self._say("torch in float64, call by call")
         problem, decisions = self.problem, self._mode.decisions
-        traced = partial(traced_torch, problem, is_forward=is_forward)
+        traced = partial(trace_torch, problem, is_forward=is_forward)
 
         def rounded() -> Iterator[Trace]:
             for seed in range(ROUNDED_RUNS):
@@ -108,9 +105,9 @@ class TorchReference(Reference):
         def moved() -> Iterator[Trace]:
             if self._moves:  # twice as far as to JAX's digits, so that these are within the bound
                 twice = {name: 2 * move for name, move in self._moves.items()}
-                yield traced(partial(run_moved, problem, moves=twice))
+                yield traced(partial(run_with_moved_constants, problem, moves=twice))
 
-        return of_runs(
+        return trace_of_runs(
             dtype,
             self._traced_oracle(is_forward=is_forward),
             self.weights.owners,
@@ -123,8 +120,8 @@ class TorchReference(Reference):
     @functools.cached_property
     def _traced_oracle(self) -> Callable[..., Trace]:
         """The traced run in float64, which all dtypes share."""
-        run = partial(run_moved, self.problem)
-        return functools.cache(partial(traced_torch, self.problem, run))
+        run = partial(run_with_moved_constants, self.problem)
+        return functools.cache(partial(trace_torch, self.problem, run))
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
@@ -138,31 +135,31 @@ class TorchReference(Reference):
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results if each constant is scaled by 1 + its move."""
         self._moves = dict(zip(self.constants, moves, strict=True))
-        return run_moved(self.problem, moves=self._moves)
+        return run_with_moved_constants(self.problem, moves=self._moves)
 
 
 def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The floating buffers and plain attributes of the twin that JAX does not read, with keys."""
-    read = twin.state_dict().keys() - problem.constants
+    read_keys = twin.state_dict().keys() - problem.constants
     seen: set[int] = set()
     for path, module in twin.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
         plain = {name: value for name, value in vars(module).items() if name[:1] != "_"}
-        for at, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
-            key = ".".join(filter(None, (path, path_of(at))))
+        for attribute, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
+            key = ".".join(filter(None, (path, path_of(attribute))))
             if (
                 isinstance(tensor, torch.Tensor)
                 and tensor.is_floating_point()
                 and not isinstance(tensor, torch.nn.Parameter)
-                and key not in read
+                and key not in read_keys
                 and id(tensor) not in seen
             ):
                 seen.add(id(tensor))
                 yield key, tensor
 
 
-def run_moved(
+def run_with_moved_constants(
     problem: Problem,
     prepare: Prepare = lambda twin: None,
     moves: Mapping[str, np.ndarray] = MappingProxyType({}),
@@ -172,23 +169,11 @@ def run_moved(
     `prepare` may change the copy of the twin before it runs.
     """
 
-    def moved(twin: torch.nn.Module) -> None:
+    def move_constants(twin: torch.nn.Module) -> None:
         with torch.no_grad():
             for name, constant in named_constants(problem, twin) if moves else ():
                 if name in moves:
                     constant.mul_(torch.tensor(1 + moves[name]))
         prepare(twin)
 
-    return run_oracle(problem, moved)[0]
-
-
-def measure_twin(
-    problem: Problem,
-    dtypes: Iterable[str] = DTYPES,
-    platform: str = "cpu",
-    *,
-    jax_side: JaxSide | None = None,
-) -> Report:
-    """Run `measure` with the problem's torch module as the reference."""
-    reference = TorchReference(problem.twin).run(problem)
-    return measure(problem, reference, dtypes, platform, jax_side=jax_side)
+    return run_oracle(problem, move_constants)[0]

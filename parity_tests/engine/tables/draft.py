@@ -16,7 +16,7 @@ from jax_models import weights as rows
 from jax_models.ops.checks import described
 from jax_models.weights import Layouts, Table, Weight
 from jax_models.weights.layouts import params_of
-from jax_models.weights.rows import at
+from jax_models.weights.rows import join
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
 from parity_tests.engine.candidates.torch_module import weight_owners
@@ -101,26 +101,26 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     # Pair the parts of both sides. Rows that are in doubt are only comments.
     jax_side = jax_parts(model)
     torch_side = torch_parts(twin, [table for part in jax_side for table in part.layouts.values()])
-    drafts, doubts = paired(torch_side, jax_side)
+    drafts, doubts = pair_parts(torch_side, jax_side)
     lines = [f"{draft.code}," for draft in drafts]
     lines += [f"# {',  # or '.join(draft.code for draft in each)}," for each in doubts]
 
     # List every weight that has no row, not even an ambiguous one.
-    known = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
+    covered = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
     arrays = {name: array for part in jax_side for name, array in part.arrays.items()}
     weights = {key: twin.state_dict()[key] for key in weight_owners(twin)}
     lines += [
         f"# the {kind} {name}, shape {tuple(array.shape)}, has no row"
         for kind, named in (("parameter", arrays), ("key", weights))
         for name, array in named.items()
-        if name not in known
+        if name not in covered
     ]
 
     # Write the code, with the imports that it needs.
     code = "".join(f"    {line}\n" for line in lines)
     is_tree = not isinstance(model, nnx.Module)
-    used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
-    names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
+    used_helpers = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
+    names = ", ".join(sorted(used_helpers | ({"loader"} if is_tree else set())))
     load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
     imports = f"from jax_models.weights import {names}\n\n" if names else ""
     return f"{imports}table = [\n{code}]{load}"
@@ -137,7 +137,9 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
     weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
     parts: list[Part] = []
     for name, module in twin.named_modules(remove_duplicate=False):
-        inside = {k.removeprefix(at(name, "")): k for k in weights if k.startswith(at(name, ""))}
+        inside = {
+            k.removeprefix(join(name, "")): k for k in weights if k.startswith(join(name, ""))
+        }
         is_whole = isinstance(module, torch.nn.MultiheadAttention) or {*inside} in whole
         own = [k for i, k in inside.items() if is_whole or ("." not in i and owners[k] == k)]
         arrays = {key: weights.pop(key) for key in own}
@@ -153,7 +155,7 @@ def jax_parts(model: Any) -> list[Part]:
     layers: dict[str, nnx.Module] = {}
     if isinstance(model, nnx.Module):
         for place, module in nnx_modules(model):
-            is_inside = any(place.startswith(at(outer, "")) for outer in layers)
+            is_inside = any(place.startswith(join(outer, "")) for outer in layers)
             if hasattr(module, "torch_layouts") and not is_inside:
                 layers[place] = module
         leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
@@ -166,31 +168,35 @@ def jax_parts(model: Any) -> list[Part]:
     places: dict[str, Arrays] = {}
     for path, leaf in leaves:
         place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
-        place = next((each for each in layers if path.startswith(at(each, ""))), place)
+        place = next((each for each in layers if path.startswith(join(each, ""))), place)
         places.setdefault(place, {})[path] = np.asarray(leaf, float)
     for names in TOGETHER:
-        for first in [place for place in places if last(place) == names[0]]:
+        for first in [place for place in places if last_word(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
-            inside = [places.get(at(whole, name)) for name in names]
+            inside = [places.get(join(whole, name)) for name in names]
             if all(inside):
                 places[whole] = dict(ChainMap(places.get(whole, {}), *filter(None, inside)))
     return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
 
 
-def paired(torch_side: list[Part], jax_side: list[Part]) -> tuple[list[Draft], list[list[Draft]]]:
+def pair_parts(
+    torch_side: list[Part], jax_side: list[Part]
+) -> tuple[list[Draft], list[list[Draft]]]:
     """The drafts for parts that certainly correspond, and lists of drafts for the others."""
     options = {
         (part.name, place.name): draft
         for part in torch_side
         for place in jax_side
-        if (draft := fitting(part, place)) is not None
+        if (draft := fitting_draft(part, place)) is not None
     }
     chosen: list[Draft] = []
     for _ in range(2):  # a choice may leave a single possibility for the others
         groups: dict[frozenset[str], list[str]] = {}
         for key in dict.fromkeys(key for key, _ in options):
             groups.setdefault(frozenset(p for k, p in options if k == key), []).append(key)
-        for pair in [pair for places, keys in groups.items() for pair in told_apart(keys, places)]:
+        for pair in [
+            pair for places, keys in groups.items() for pair in pairs_by_name(keys, places)
+        ]:
             if pair in options:
                 chosen.append(options[pair])
                 taken = chosen[-1].names
@@ -201,7 +207,7 @@ def paired(torch_side: list[Part], jax_side: list[Part]) -> tuple[list[Draft], l
     return chosen, [[draft for (k, _), draft in options.items() if k == key] for key in keys]
 
 
-def told_apart(keys: Collection[str], places: Collection[str]) -> Iterable[tuple[str, str]]:
+def pairs_by_name(keys: Collection[str], places: Collection[str]) -> Iterable[tuple[str, str]]:
     """Pairs of names that have the same words and numbers, or else the same order.
 
     There are none if the names do not decide.
@@ -210,20 +216,20 @@ def told_apart(keys: Collection[str], places: Collection[str]) -> Iterable[tuple
         return ()
     for length in (99, 1, 0):  # compare the last word, its initial (`q_proj`, `query`), or neither
         named, at_place = (
-            {(*re.findall(r"\d+", name), last(name)[:length]): name for name in side}
+            {(*re.findall(r"\d+", name), last_word(name)[:length]): name for name in side}
             for side in (keys, places)
         )
         if named.keys() == at_place.keys() and len(named) == len(keys):
             return [(key, at_place[word]) for word, key in named.items()]
     if all(len({re.sub(r"\d+", "", name) for name in side}) == 1 for side in (keys, places)):
-        return zip(sorted(keys, key=natural), sorted(places, key=natural), strict=True)
+        return zip(sorted(keys, key=natural_order), sorted(places, key=natural_order), strict=True)
     return ()
 
 
-def fitting(part: Part, place: Part) -> Draft | None:
+def fitting_draft(part: Part, place: Part) -> Draft | None:
     """The draft that loads a torch module's weights into a JAX place; None if none fits."""
     arrays = {**part.arrays, **place.arrays}
-    for draft in candidates(part, place):
+    for draft in candidate_drafts(part, place):
         left = arrays.keys() - draft.names
         # A GRU applies its reset gate between its two biases, so they cannot be added: a cell with
         # a single bias leaves biases without a row.
@@ -240,7 +246,7 @@ def fitting(part: Part, place: Part) -> Draft | None:
     return None
 
 
-def candidates(part: Part, place: Part) -> Iterator[Draft]:
+def candidate_drafts(part: Part, place: Part) -> Iterator[Draft]:
     """The drafts for a torch module of this kind in a JAX place, the likeliest first."""
     # A layer of this package has its own tables, and needs no other.
     kind, names = part.module, (place.name, part.name)
@@ -267,35 +273,37 @@ def candidates(part: Part, place: Part) -> Iterator[Draft]:
     for options in ({"stats": stats[0]} if stats else {}, {"bias": False}, {"affine": False}):
         for helper, sizes in helpers:
             with contextlib.suppress(TypeError):  # not all helpers have these options
-                yield row(helper, *names, **sizes, **options)
-    yield from one_by_one(part, place)
+                yield draft_row(helper, *names, **sizes, **options)
+    yield from drafts_by_name(part, place)
 
 
-def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
+def drafts_by_name(part: Part, place: Part) -> Iterator[Draft]:
     """A row for each key, paired by the name that the weight has in the JAX framework."""
     paths = {
-        NAMES.get(".".join(path.split(".")[-2:])) or NAMES.get(last(path)) or last(path): path
+        NAMES.get(".".join(path.split(".")[-2:]))
+        or NAMES.get(last_word(path))
+        or last_word(path): path
         for path in place.arrays
     }
-    keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
+    keys = {last_word(key).removesuffix("_l0"): key for key in part.arrays}
     if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
         paths = dict(zip(keys, paths.values(), strict=True))  # both are alone, so names may differ
     drafts: list[Draft] = []
     if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
-        drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
+        drafts.append(draft_row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
     for name in [name for name in keys if name in paths]:
         key, path = keys[name], paths[name]
         array = part.arrays[key]
         kinds = ["same", "transposed" if array.ndim == 2 else "flipped"][: max(array.ndim, 1)]
-        kinds = kinds[::-1] if last(path) in ("kernel", "w") else kinds
-        options = [row(kind, path, key) for kind in kinds]
+        kinds = kinds[::-1] if last_word(path) in ("kernel", "w") else kinds
+        options = [draft_row(kind, path, key) for kind in kinds]
         shape = place.arrays[path].shape
         drafts += [each for each in options if each.table[0].to_jax(array)[0].shape == shape][:1]
     table = [each for draft in drafts for each in draft.table]
     yield Draft(",\n    ".join(draft.code for draft in drafts), table)
 
 
-def row(helper: str, *args: Any, **options: Any) -> Draft:
+def draft_row(helper: str, *args: Any, **options: Any) -> Draft:
     """The rows that a helper of `jax_models.weights` makes, and the code that calls it."""
     made = getattr(rows, helper)(*args, **options)
     given = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
@@ -303,11 +311,11 @@ def row(helper: str, *args: Any, **options: Any) -> Draft:
     return Draft(call, [made]) if isinstance(made, Weight) else Draft(f"*{call}", made)
 
 
-def natural(name: str) -> list[Any]:
+def natural_order(name: str) -> list[Any]:
     """A key that sorts the numbers in names by their size."""
     return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.findall(r"\d+|\D+", name)]
 
 
-def last(name: str) -> str:
+def last_word(name: str) -> str:
     """The last word of a path."""
     return name.rpartition(".")[2]

@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 from flax import nnx
 
-from jax_models.weights.rows import at
+from jax_models.weights.rows import join
 from jax_models.weights.trees import path_of
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of
@@ -35,7 +35,7 @@ class Recorder:
         self.trace, self.on_weights = trace, on_weights
         self._running: set[tuple[int, str]] = set()
         self.names: dict[int, str] = {}
-        self._known: list[Any] = []  # kept alive, so that no other module gets the same id
+        self._named_modules: list[Any] = []  # kept alive, so that no other module gets the same id
 
     def call(
         self,
@@ -73,16 +73,16 @@ class Recorder:
         return observe(self.trace, call, "outputs", "output gradients", result)
 
     @property
-    def outer(self) -> str:
+    def outer_name(self) -> str:
         """The name of the innermost call that has not returned; "" outside of all calls."""
-        return self.trace.open[-1].name if self.trace.open else ""
+        return self.trace.open_calls[-1].name if self.trace.open_calls else ""
 
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
         """Name a module and its submodules, except those that already have a name."""
         for path, module in modules:
-            name = at(prefix, path) if path else prefix
+            name = join(prefix, path) if path else prefix
             if self.names.setdefault(id(module), name) == name:
-                self._known.append(module)
+                self._named_modules.append(module)
 
     def name(self, module: Any, submodules: Callable[[Any], Iterator[tuple[str, Any]]]) -> str:
         """A module's path.
@@ -92,18 +92,22 @@ class Recorder:
         called there yet.
         """
         if id(module) not in self.names:
-            self.register(self._guess(module), submodules(module))
+            self.register(self._guess_name(module), submodules(module))
         return self.names[id(module)]
 
-    def _guess(self, module: Any) -> str:
-        parent = self.trace.open[-1] if self.trace.open else None
+    def _guess_name(self, module: Any) -> str:
+        parent = self.trace.open_calls[-1] if self.trace.open_calls else None
         called = {call.name for call in self.trace.calls if call.parent is parent}
-        known = [self.names[id(other)] for other in self._known if type(other) is type(module)]
-        similar = [name for name in known if name.startswith(at(self.outer, ""))] or known
-        fresh = [name for name in similar if name not in called]
-        if fresh or similar:
-            return (fresh or similar[-1:])[0]
-        return "" if parent is None else at(self.outer, type(module).__name__)
+        same_class = [
+            self.names[id(other)] for other in self._named_modules if type(other) is type(module)
+        ]
+        similar = [
+            name for name in same_class if name.startswith(join(self.outer_name, ""))
+        ] or same_class
+        uncalled = [name for name in similar if name not in called]
+        if uncalled or similar:
+            return (uncalled or similar[-1:])[0]
+        return "" if parent is None else join(self.outer_name, type(module).__name__)
 
 
 def nnx_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -120,7 +124,7 @@ def _equinox_modules(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         module, is_leaf=lambda node: isinstance(node, kind) and node is not module
     ):
         if isinstance(leaf, kind):
-            yield from _equinox_modules(leaf, at(name, path_of(path)))
+            yield from _equinox_modules(leaf, join(name, path_of(path)))
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -135,7 +139,7 @@ def _patched(
 ) -> Iterator[None]:
     """A context in which the methods of these classes are called through the recorder."""
 
-    def telling(method):
+    def recorded(method):
         @wraps(method)
         def wrapper(self, *args, **kwargs):
             return recorder.call(self, name_of, weights_of, partial(method, self), args, kwargs)
@@ -147,7 +151,7 @@ def _patched(
             for name in METHODS:
                 method = vars(cls).get(name)
                 if callable(method) and not isinstance(method, type):
-                    stack.enter_context(mock.patch.object(cls, name, telling(method)))
+                    stack.enter_context(mock.patch.object(cls, name, recorded(method)))
         yield
 
 
@@ -191,7 +195,7 @@ def _contexts(recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[
     if keras is not None:
         yield patched(
             [keras.layers.Layer],
-            lambda module: at(recorder.outer, module.name),
+            lambda module: join(recorder.outer_name, module.name),
             lambda module: [variable.value for variable in module.variables],
         )
 
@@ -214,8 +218,8 @@ def recording(
     def call(model: Any, *inputs: Any) -> Any:
         # A model that cannot be traced under x64 is traced again. The calls of the first attempt,
         # some of which are still open, do not count.
-        lengths[:] = lengths or [len(trace.calls), len(trace.open)]
-        del trace.calls[lengths[0] :], trace.open[lengths[1] :]
+        lengths[:] = lengths or [len(trace.calls), len(trace.open_calls)]
+        del trace.calls[lengths[0] :], trace.open_calls[lengths[1] :]
         if isinstance(model, nnx.Module):
             recorder.register("", nnx_modules(model))
         return problem.call(model, *inputs)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.model_weights import WeightsOnly
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.traces.frameworks import recording
 from parity_tests.engine.traces.tap import observed
@@ -35,7 +35,7 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
         for kind in (np.complex128 if np.iscomplexobj(weights[key]) else np.float64,)
     }
 
-    def of_fills(value: np.ndarray) -> set[str]:
+    def keys_of_fills(value: np.ndarray) -> set[str]:
         is_one = value.size and (value == value.flat[0]).all()  # sorting would take far longer
         found: set[str] = set()
         for number in np.unique(np.real(value.flat[:1] if is_one else value)).tolist():
@@ -49,11 +49,13 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
 
     # Record which of these numbers the module of each call holds. If no module holds any, the model
     # keeps its own weights.
-    held = _held(problem, weights | filled, of_fills)
+    held = _held_weights(problem, weights | filled, keys_of_fills)
     if not any(keys for _, keys in held):
-        by_numbers = {_sorted(weights[key]): {key} for key in owners.values()}
+        by_numbers = {_sorted_bytes(weights[key]): {key} for key in owners.values()}
         by_numbers[b""] = set()
-        held = _held(problem, weights, lambda value: by_numbers.get(_sorted(value), set()))
+        held = _held_weights(
+            problem, weights, lambda value: by_numbers.get(_sorted_bytes(value), set())
+        )
 
     # Both runs make the same calls, unless the model branches on its weights.
     modules = [call for call in trace.calls if call.kind not in ("tap", "run")]
@@ -62,7 +64,7 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
             call.weights = frozenset(keys)
 
 
-def _held(
+def _held_weights(
     problem: Problem, weights: Arrays, keys_of: Callable[[np.ndarray], set[str]]
 ) -> list[tuple[str, set[str]]]:
     """The name of each call in a run with these weights, and the keys of its module's weights.
@@ -77,7 +79,7 @@ def _held(
             observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
     trace = Trace()
-    filled = dataclasses.replace(problem, twin=SimpleNamespace(state_dict=lambda: weights))
+    filled = dataclasses.replace(problem, twin=WeightsOnly(weights))
     try:
         with recording(trace, filled, on_weights) as side, trace.running(trace.begin("", "run")):
             JaxSide(side).compute_weights(side)
@@ -86,7 +88,7 @@ def _held(
     return [(call.name, found[call]) for call in trace.calls if call in found]
 
 
-def _sorted(values: np.ndarray) -> bytes:
+def _sorted_bytes(values: np.ndarray) -> bytes:
     """Identifies an array by its sorted numbers; empty if the array repeats one number."""
     if values.size < 2 or (values == values.flat[0]).all():
         return b""

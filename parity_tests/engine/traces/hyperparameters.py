@@ -57,7 +57,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in SCALARS
 
 
-def differing(reference: Hyperparameters, model: Hyperparameters) -> Iterator[str]:
+def hyperparameter_differences(reference: Hyperparameters, model: Hyperparameters) -> Iterator[str]:
     """A description of each hyperparameter that differs, such as `eps 1e-05 | epsilon 1e-06`."""
     names = {CANONICAL.get(name, name): name for name in model} | {name: name for name in model}
     for name, value in reference.items():
@@ -71,11 +71,11 @@ def differing(reference: Hyperparameters, model: Hyperparameters) -> Iterator[st
                 continue  # JAX's libraries express these in other ways
             pads = _pads(reference), _pads(model)
             pair = pair if None in pads else pads
-        if not _is_same(*pair):
-            yield f"{name} {_shown(value)} | {other} {_shown(model[other])}"
+        if not _agree(*pair):
+            yield f"{name} {_as_text(value)} | {other} {_as_text(model[other])}"
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _agree(a: Any, b: Any) -> bool:
     """True if two values agree up to float32 rounding. A number equals a tuple of that number."""
     if isinstance(a, tuple | list) or isinstance(b, tuple | list):
         a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
@@ -83,7 +83,7 @@ def _is_same(a: Any, b: Any) -> bool:
         if {len(a), len(b)} - {1, size}:
             return False
         a, b = ([*x] * (size if len(x) == 1 else 1) for x in (a, b))
-        return all(map(_is_same, a, b))
+        return all(map(_agree, a, b))
     if isinstance(a, str) and isinstance(b, str):
         return a.casefold() == b.casefold()
     if isinstance(a, int | float) and isinstance(b, int | float):
@@ -112,5 +112,5 @@ def _pads(layer: Hyperparameters) -> Any:
     return [(0, 0)] * rank if kind == "valid" else None
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return str(tuple(value) if isinstance(value, list) else value)

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
 from parity_tests.engine.traces.frameworks import recording
 from parity_tests.engine.traces.trace import Trace
 
 
-def traced_jax(
+def trace_jax(
     problem: Problem,
     dtype: str,
     oracle: Results,
@@ -18,7 +18,7 @@ def traced_jax(
     *,
     rounding: str | None = None,
     noise: int = 0,
-    evaluator: Callable[..., Lift] = Lift,
+    evaluator: Callable[..., Evaluator] = Evaluator,
 ) -> Trace:
     """The calls of a JAX side. The arguments are those of `JaxSide` and of `JaxSide.run`."""
     trace = Trace()

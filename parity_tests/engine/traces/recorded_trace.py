@@ -7,7 +7,7 @@ import numpy as np
 
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.results import Results
-from parity_tests.engine.traces.reference_trace import OwnRun, Place, ReferenceTrace, largest
+from parity_tests.engine.traces.reference_trace import OwnRun, Place, ReferenceTrace, largest_errors
 from parity_tests.engine.traces.trace import SLOTS, Call, Trace
 
 
@@ -21,10 +21,14 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
     trace = references[0].trace
     places = _places(trace)
     arrays |= {
-        _name(i, slot, label): trace.calls[i].slots[slot][label] for i, slot, label in places
+        _array_name(i, slot, label): trace.calls[i].slots[slot][label] for i, slot, label in places
     }
     for each in references:
-        errors = [each.own().errors, largest(each.rounded()), largest(each.moved())]
+        errors = [
+            each.own_run().errors,
+            largest_errors(each.rounded_errors()),
+            largest_errors(each.moved_errors()),
+        ]
         arrays[f"rounding/{each.dtype}"] = np.array(
             [[by_place.get(place, 0.0) for place in places] for by_place in errors]
         )
@@ -42,7 +46,9 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
             for call in trace.calls
         ],
         "dtypes": {
-            each.dtype: [[sorted(of_call[slot]) for slot in SLOTS] for of_call in each.own().dtypes]
+            each.dtype: [
+                [sorted(of_call[slot]) for slot in SLOTS] for of_call in each.own_run().dtypes
+            ]
             for each in references
         },
     }
@@ -64,7 +70,7 @@ def recorded_calls(
             each["name"], each["kind"], i, parent, frozenset(each["weights"]), hyperparameters
         )
         for slot, labels in zip(SLOTS, each["labels"], strict=True):
-            call.slots[slot] = {label: arrays[_name(i, slot, label)] for label in labels}
+            call.slots[slot] = {label: arrays[_array_name(i, slot, label)] for label in labels}
         trace.calls.append(call)
     for call, each in zip(trace.calls, facts["calls"], strict=True):
         call.sources = {trace.calls[i] for i in each["sources"]}
@@ -88,5 +94,5 @@ def _places(trace: Trace) -> list[Place]:
     ]
 
 
-def _name(*place: int | str) -> str:
+def _array_name(*place: int | str) -> str:
     return "calls/{}/{}/{}".format(*place)

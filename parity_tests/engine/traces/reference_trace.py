@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity_tests.engine.bounds.tolerance import K, difference, raised, rms, ulp
+from parity_tests.engine.bounds.tolerance import K, difference, raise_bounds, rms, ulp
 from parity_tests.engine.problem import Arrays
-from parity_tests.engine.results import replayed
+from parity_tests.engine.results import replayable
 from parity_tests.engine.traces.trace import Call, Trace
 
 Place = tuple[int, str, str]
@@ -38,42 +38,42 @@ class ReferenceTrace:
     trace: Trace
     owners: Mapping[str, str]
     """The key of each weight, or the first of the keys that share it."""
-    own: Callable[[], OwnRun]
-    rounded: Callable[[], Iterable[Errors]]
+    own_run: Callable[[], OwnRun]
+    rounded_errors: Callable[[], Iterable[Errors]]
     """The errors of runs that are rounded to the dtype at random, each run once."""
-    moved: Callable[[], Iterable[Errors]]
+    moved_errors: Callable[[], Iterable[Errors]]
     """The errors of runs whose constants are off by their rounding to float32, each run once."""
     run_again: RunAgain | None = None
     """None if the reference cannot be run, such as a record."""
     cast_to: Sequence[str] = ()
     """The dtypes below float32 to which the reference casts; the float64 run ignores these."""
 
-    def bound(self, call: Call, slot: str, label: str, error: float, least: float) -> float:
+    def bound(self, call: Call, slot: str, label: str, error: float, min_bound: float) -> float:
         """The largest error that rounding explains.
 
         The reference runs again only as often as needed to decide whether `error` is within it.
         """
-        if error <= least or not np.isfinite(error):
-            return least
+        if error <= min_bound or not np.isfinite(error):
+            return min_bound
         place = call.index, slot, label
-        errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
+        errors, bounds, clear_excess = {place: error}, {place: min_bound}, {place: np.inf}
         if self.dtype == "float64":  # the own run does not count: it casts to float32
-            bounds = raised(bounds, errors, self.moved(), plain)
-            plain = {place: ulp(np.float32)}
+            bounds = raise_bounds(bounds, errors, self.moved_errors(), clear_excess)
+            clear_excess = {place: ulp(np.float32)}
         else:
-            bounds = {place: max(least, K * self.own().errors.get(place, 0.0))}
-        return raised(bounds, errors, self.rounded(), plain)[place]
+            bounds = {place: max(min_bound, K * self.own_run().errors.get(place, 0.0))}
+        return raise_bounds(bounds, errors, self.rounded_errors(), clear_excess)[place]
 
     def dtypes(self, call: Call, slot: str) -> set[str]:
         """The dtypes of a slot's floating arrays in the reference's own run."""
-        return self.own().dtypes[call.index][slot]
+        return self.own_run().dtypes[call.index][slot]
 
 
-def of_runs(
+def trace_of_runs(
     dtype: str,
     trace: Trace,
     owners: Mapping[str, str],
-    own: Callable[[], Trace],
+    run_in_dtype: Callable[[], Trace],
     rounded: Iterable[Trace],
     moved: Iterable[Trace] = (),
     run_again: RunAgain | None = None,
@@ -84,7 +84,7 @@ def of_runs(
         dtype: the dtype of the comparison.
         trace: the run in float64.
         owners: for each key of a weight, the first of the keys that share it.
-        own: makes the reference's own run in the dtype.
+        run_in_dtype: makes the reference's own run in the dtype.
         rounded: the float64 runs that are rounded to the dtype at random.
         moved: the float64 runs whose constants are off by their rounding to float32.
         run_again: runs a call with other arrays; None if that is impossible.
@@ -92,17 +92,19 @@ def of_runs(
     """
 
     @functools.cache
-    def of_own() -> OwnRun:
-        again = own()
-        dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in again.calls]
-        return OwnRun(errors_at(again, trace), dtypes)
+    def make_own_run() -> OwnRun:
+        own_trace = run_in_dtype()
+        dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in own_trace.calls]
+        return OwnRun(errors_at(own_trace, trace), dtypes)
 
     errors = partial(errors_at, oracle=trace)
-    rounded_errors, moved_errors = (replayed(map(errors, runs)) for runs in (rounded, moved))
-    return ReferenceTrace(dtype, trace, owners, of_own, rounded_errors, moved_errors, run_again)
+    rounded_errors, moved_errors = (replayable(map(errors, runs)) for runs in (rounded, moved))
+    return ReferenceTrace(
+        dtype, trace, owners, make_own_run, rounded_errors, moved_errors, run_again
+    )
 
 
-def largest(runs: Iterable[Errors]) -> Errors:
+def largest_errors(runs: Iterable[Errors]) -> Errors:
     """The largest error of any run at each place."""
     most: Errors = {}
     for errors in runs:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from parity_tests.engine.traces.trace import Call, Trace, mapped
+from parity_tests.engine.traces.trace import Call, Trace, map_arrays
 
 tell_p = Primitive("tell")
 """A primitive that returns its operand, and passes the value to the function `tell`.
@@ -70,7 +70,7 @@ def is_jax_array(value: Any) -> bool:
 def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) -> Any:
     """The same tree, whose values and gradients the trace keeps in these two slots of the call."""
 
-    def one(label: str, x: Any) -> Any:
+    def observe_array(label: str, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             call.dtypes[forward][label] = str(x.dtype)
         return observed(
@@ -79,7 +79,7 @@ def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) ->
             jnp.asarray(x),
         )
 
-    return mapped(tree, one, is_jax_array)
+    return map_arrays(tree, observe_array, is_jax_array)
 
 
 _active: list[Trace] = []

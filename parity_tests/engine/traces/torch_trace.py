@@ -14,24 +14,24 @@ from parity_tests.engine.candidates.torch_run import Prepare, forward
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of
-from parity_tests.engine.traces.trace import FORWARD, Call, Direction, Trace, mapped
+from parity_tests.engine.traces.trace import FORWARD, Call, Direction, Trace, map_arrays
 
 Nodes = dict[Any, Call | None]
 """For a node of torch's graph, the call that outputs it; None if a call takes it as an input."""
 
 
-def traced_torch(
+def trace_torch(
     problem: Problem, run: Callable[[Prepare], Results], *, is_forward: bool = False
 ) -> Trace:
     """The calls of the torch side; with `is_forward`, only those of the forward pass."""
     trace = Trace(is_forward=is_forward)
     owners = weight_owners(problem.twin)
     with trace.running(trace.begin("", "run")):
-        results = run(lambda twin: hook(twin, owners, trace))
+        results = run(lambda twin: add_hooks(twin, owners, trace))
     return trace.finish(problem, results.forward if is_forward else results)
 
 
-def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
+def add_hooks(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
     """Register hooks that record the inputs, outputs and gradients of each call of a submodule.
 
     Each floating tensor is copied at each call, so that its gradient comes from this call alone.
@@ -44,11 +44,11 @@ def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None
 
         def before(module, args, kwargs, name=name, fields=fields):
             call = trace.begin(name, type(module).__name__, **fields)
-            trace.open.append(call)
+            trace.open_calls.append(call)
             return observed(call, "inputs", "input gradients", (args, kwargs))
 
         def after(module, args, kwargs, result):
-            return observed(trace.open.pop(), "outputs", "output gradients", result)
+            return observed(trace.open_calls.pop(), "outputs", "output gradients", result)
 
         with contextlib.suppress(RuntimeError):  # a scripted submodule takes no Python hooks
             module.register_forward_pre_hook(before, with_kwargs=True)
@@ -61,20 +61,20 @@ def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str,
     The outputs that the inputs are computed from are found in torch's graph.
     """
 
-    def one(label: str, x: torch.Tensor) -> torch.Tensor:
+    def observe_tensor(label: str, x: torch.Tensor) -> torch.Tensor:
         trace.keep(call, forward, label, as_array(x))
         if x.is_floating_point():
             call.dtypes[forward][label] = str(x.dtype).removeprefix("torch.")
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
         if forward == "inputs":
-            call.sources |= {*givers(x, nodes)}
+            call.sources |= {*producers(x, nodes)}
         x = x.clone()
         nodes[x.grad_fn] = call if forward == "outputs" else None
         x.register_hook(lambda g: trace.keep(call, backward, label, as_array(g)))
         return x
 
-    return mapped(tree, one, torch.is_tensor)
+    return map_arrays(tree, observe_tensor, torch.is_tensor)
 
 
 def run_again(
@@ -95,7 +95,7 @@ def run_again(
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if next(indices) == index:
             for other in map(torch.from_numpy, map(np.ascontiguousarray, others)):
-                found.append(_given(module, (args, kwargs), direction, labels, other))
+                found.append(_run_with(module, (args, kwargs), direction, labels, other))
 
     def prepare(twin: torch.nn.Module) -> None:
         for module in twin.modules():
@@ -106,7 +106,7 @@ def run_again(
     return found[: len(others)]
 
 
-def _given(
+def _run_with(
     module: torch.nn.Module,
     inputs: Any,
     direction: Direction,
@@ -123,9 +123,9 @@ def _given(
         leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not is_forward)
         return leaves[name]
 
-    args, kwargs = mapped(inputs, leaf, torch.is_tensor)
+    args, kwargs = map_arrays(inputs, leaf, torch.is_tensor)
     with torch.set_grad_enabled(not is_forward):
-        mapped(module(*args, **kwargs), results.setdefault, torch.is_tensor)
+        map_arrays(module(*args, **kwargs), results.setdefault, torch.is_tensor)
     if is_forward:
         return {name: as_array(x) for name, x in results.items()}
     differentiated = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -135,20 +135,20 @@ def _given(
         [other] * len(labels),
         allow_unused=True,
     )
-    given = zip(differentiated, gradients, strict=True)
-    return {name: as_array(gradient) for name, gradient in given if gradient is not None}
+    named_gradients = zip(differentiated, gradients, strict=True)
+    return {name: as_array(gradient) for name, gradient in named_gradients if gradient is not None}
 
 
-def givers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
+def producers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
     """The calls from whose outputs a tensor is computed without another call, by torch's graph."""
-    seen, left = set(), [x.grad_fn]
-    while left:
-        node = left.pop()
+    seen, pending = set(), [x.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if node not in nodes:
-            left += [before for before, _ in node.next_functions]
+            pending += [before for before, _ in node.next_functions]
         elif (call := nodes[node]) is not None:
             yield call
 

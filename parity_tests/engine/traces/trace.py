@@ -29,8 +29,8 @@ class Direction(NamedTuple):
     """
 
     name: str
-    taken: str
-    given: str
+    incoming: str
+    outgoing: str
 
 
 FORWARD = Direction("forward", "inputs", "outputs")
@@ -78,24 +78,24 @@ class Trace:
     """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
-    open: list[Call] = dataclasses.field(default_factory=list)
+    open_calls: list[Call] = dataclasses.field(default_factory=list)
     results: Results = dataclasses.field(default_factory=Results)
     is_forward: bool = False
     """Whether gradients are kept only as labels, without their values."""
 
     @property
-    def whole(self) -> Call:
+    def root(self) -> Call:
         """The call of the whole run."""
         return self.calls[0]
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
         """Begin a call inside the innermost call that has not returned."""
-        parent = self.open[-1] if self.open else None
+        parent = self.open_calls[-1] if self.open_calls else None
         call = Call(name, kind, len(self.calls), parent, **fields)
         self.calls.append(call)
         return call
 
-    def inside(self, call: Call, direction: Direction) -> list[Call]:
+    def calls_inside(self, call: Call, direction: Direction) -> list[Call]:
         """The calls made directly by a call, in order; backward, in reverse order."""
         calls = [each for each in self.calls if each.parent is call]
         return calls if direction is FORWARD else calls[::-1]
@@ -106,9 +106,9 @@ class Trace:
 
         So after an error, the innermost open call is the one that raised it.
         """
-        self.open.append(call)
+        self.open_calls.append(call)
         yield
-        self.open.remove(call)
+        self.open_calls.remove(call)
 
     def keep(self, call: Call, slot: str, label: str, value: Any) -> None:
         """Keep a value; a later value under the same label replaces it."""
@@ -119,7 +119,7 @@ class Trace:
         """Keep the results, and assign each weight's gradient to a call."""
         # The call of the whole run gets the problem's inputs and the results.
         self.results = results
-        self.whole.slots["inputs"] = {
+        self.root.slots["inputs"] = {
             jax.tree_util.keystr(path): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(problem.inputs)
             if not is_flag(leaf)
@@ -129,12 +129,12 @@ class Trace:
             ("final state", "outputs"),
             ("input gradient", "input gradients"),
         ):
-            self.whole.slots[slot] |= {
+            self.root.slots[slot] |= {
                 f"{group} {name}": np.array(array) for name, array in results.get(group, {}).items()
             }
 
         # A weight's gradient goes to the first call of the innermost called module around it.
-        called = {"": self.whole} | {
+        called = {"": self.root} | {
             call.name: call for call in reversed(self.calls[1:]) if call.kind != "tap"
         }
         for key, gradient in results.get("weight gradients", {}).items():
@@ -145,22 +145,26 @@ class Trace:
         return self
 
 
-def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:
+def map_arrays(
+    tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = ""
+) -> Any:
     """A copy of nested containers in which the arrays are changed and everything else is kept.
 
     Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput. Modules of Linen
     and Equinox are dataclasses, too, but they are not containers.
     """
-    again = partial(mapped, change=change, is_array=is_array)
+    recurse = partial(map_arrays, change=change, is_array=is_array)
     if is_array(tree):
         return change(path, tree)
     if isinstance(tree, tuple) and (names := getattr(tree, "_fields", None)):
-        return type(tree)(*(again(v, path=f"{path}.{n}") for n, v in zip(names, tree, strict=True)))
+        return type(tree)(
+            *(recurse(v, path=f"{path}.{n}") for n, v in zip(names, tree, strict=True))
+        )
     if type(tree) in (tuple, list):
-        return type(tree)(again(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
+        return type(tree)(recurse(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
     # In a copy, set only the entries that have changed, because a class may compute the others.
     if isinstance(tree, dict):
-        changed = {key: again(value, path=f"{path}[{key!r}]") for key, value in tree.items()}
+        changed = {key: recurse(value, path=f"{path}[{key!r}]") for key, value in tree.items()}
         changed = {key: value for key, value in changed.items() if value is not tree[key]}
         result = copy.copy(tree) if changed else tree
         for key, value in changed.items():
@@ -169,7 +173,7 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, pat
     if dataclasses.is_dataclass(tree) and not callable(tree):
         result = copy.copy(tree)
         for name in (field.name for field in dataclasses.fields(tree)):
-            value = again(getattr(tree, name), path=f"{path}.{name}")
+            value = recurse(getattr(tree, name), path=f"{path}.{name}")
             if value is not getattr(tree, name):
                 object.__setattr__(result, name, value)
         return result

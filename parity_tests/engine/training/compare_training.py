@@ -13,8 +13,8 @@ from flax import nnx
 from jax_models.ops.checks import checked_bool, described
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
-    checked_loaded,
-    weights_in,
+    checked_weights,
+    model_in_dtype,
 )
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.candidates.torch_module import checked_twin
@@ -32,7 +32,7 @@ from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.side_by_side import train_side_by_side, x64
 from parity_tests.engine.training.torch_training import TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
-from parity_tests.engine.training.weight_names import ByLoader, ByTable
+from parity_tests.engine.training.weight_names import LoaderNames, TableNames
 
 
 def compare_training(
@@ -119,10 +119,10 @@ def compare_training(
     if (average is None) != (average_twin is None):
         raise ValueError("average: expected both `average` and `average_twin`, or neither")
 
-    checked = checked_twin(twin)
-    of_torch = partial(
+    checked_module = checked_twin(twin)
+    make_torch_training = partial(
         TorchTraining,
-        checked,
+        checked_module,
         loss=loss_twin,
         optimizer=optimizer_twin,
         scheduler=scheduler_twin,
@@ -134,21 +134,25 @@ def compare_training(
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
         # running statistics. If it does not read them, they are not compared, which is no fault.
-        known, unread = TorchReference(checked).weights, []
+        reference, unread_statistics = TorchReference(checked_module).weights, []
 
-        def matters(problem: Problem, key: str) -> bool:
-            if not known.matters(problem, key):
+        def affects_result(problem: Problem, key: str) -> bool:
+            if not reference.affects_result(problem, key):
                 return False
-            if not training or key in known.parameters:
+            if not training or key in reference.parameters:
                 return True
-            unread.append(key)
+            unread_statistics.append(key)
             return False
 
         # Find which weights correspond, and build JAX's training in each dtype. The loss of the
         # first batch shows whether the result depends on a weight that the loader does not read.
-        start = partial(Problem, twin=checked, call_twin=loss_twin, inputs=tuple(batches[:1]))
-        problem, faults, _ = port(start, replace(known, matters=matters), model, weights)
-        names, build = correspondence(problem, known, weights, training)
+        make_problem = partial(
+            Problem, twin=checked_module, call_twin=loss_twin, inputs=tuple(batches[:1])
+        )
+        problem, faults, _ = port(
+            make_problem, replace(reference, affects_result=affects_result), model, weights
+        )
+        names, build = correspondence(problem, reference, weights, training)
         sides = {}
         for dtype in dtypes:
             with x64(dtype == "float64"):
@@ -164,30 +168,30 @@ def compare_training(
 
         # If the dropout masks of the two sides differ, their trainings cannot be compared.
         try:
-            report = train_side_by_side(names, sides, of_torch, batches)
+            report = train_side_by_side(names, sides, make_torch_training, batches)
         except MasksDifferError as error:
             report = TrainingReport({}, {}, (str(error),))
-    notes = [f"not compared: {key}" for key in unread]
+    notes = [f"not compared: {key}" for key in unread_statistics]
     return replace(report, faults=(*faults, *report.faults), notes=(*notes, *report.notes))
 
 
 def correspondence(
-    problem: Problem, known: ReferenceWeights, weights: Any, training: bool
-) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
+    problem: Problem, reference: ReferenceWeights, weights: Any, training: bool
+) -> tuple[TableNames | LoaderNames, Callable[[str], Any]]:
     """Names under which the two sides' weights correspond, and a function that builds JAX's side.
 
     The function takes a dtype.
     """
 
-    def in_mode(built: Any) -> Any:
+    def in_chosen_mode(built: Any) -> Any:
         if not isinstance(built, nnx.Module) or not training:
             return built
         modes = {"deterministic": False, "use_running_average": False}
         return nnx.view(built, **modes, raise_if_not_found=False)
 
     if problem.table is not None:
-        return ByTable(problem.table, known.parameters), lambda dtype: in_mode(
-            problem.load(*problem.build(known.arrays, dtype))
+        return TableNames(problem.table, reference.parameters), lambda dtype: in_chosen_mode(
+            problem.load(*problem.build(reference.arrays, dtype))
         )
     if not callable(weights):
         raise ValueError(
@@ -196,10 +200,14 @@ def correspondence(
         )
 
     def load(state_dict: Any) -> Any:
-        return checked_loaded(weights(state_dict))
+        return checked_weights(weights(state_dict))
 
     def build(dtype: str) -> Any:
-        loaded = load(all_in_dtype(known.arrays, dtype))
-        return in_mode(weights_in(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
+        loaded = load(all_in_dtype(reference.arrays, dtype))
+        return (
+            in_chosen_mode(model_in_dtype(loaded, dtype))
+            if isinstance(loaded, nnx.Module)
+            else loaded
+        )
 
-    return ByLoader(load, all_in_dtype(known.arrays, "float64"), known.parameters), build
+    return LoaderNames(load, all_in_dtype(reference.arrays, "float64"), reference.parameters), build

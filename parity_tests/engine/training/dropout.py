@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-DRAWN = (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default)
+BERNOULLI = (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default)
 
 
 class MasksDifferError(ValueError):
@@ -33,14 +33,14 @@ class TorchMasks(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation; a Bernoulli draw returns the mask of its seed, which is kept."""
         kwargs = kwargs or {}
-        if func not in DRAWN:
+        if func not in BERNOULLI:
             return func(*args, **kwargs)
         like, given = args[0], args[1:] or kwargs.get("p", 0.5)
-        probability = like.detach().numpy() if func is DRAWN[2] else given
+        probability = like.detach().numpy() if func is BERNOULLI[2] else given
         rng = np.random.default_rng([self._step, len(self.masks)])
         self.masks.append(rng.random(tuple(like.shape)) < probability)
         mask = torch.tensor(self.masks[-1]).to(like)
-        return like.copy_(mask) if func is DRAWN[0] else mask
+        return like.copy_(mask) if func is BERNOULLI[0] else mask
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from flax import nnx
 from jax_models.ops.checks import described
 from jax_models.weights.trees import path_of
 from parity_tests.engine.candidates.adapters import is_inexact
-from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes
-from parity_tests.engine.candidates.lift import rewritten
+from parity_tests.engine.candidates.evaluator import with_dtypes
+from parity_tests.engine.candidates.jax_program import ProgramFacts, wider_dtypes
 from parity_tests.engine.problem import Arrays, arrays, in_dtype
 from parity_tests.engine.training.dropout import jax_masks
 from parity_tests.engine.training.torch_training import MOMENTS, checked_loss
-from parity_tests.engine.training.weight_names import ByLoader, ByTable
+from parity_tests.engine.training.weight_names import LoaderNames, TableNames
 
 
 class JaxTraining:
@@ -29,7 +29,7 @@ class JaxTraining:
         self,
         built: Any,
         dtype: str,
-        names: ByTable | ByLoader,
+        names: TableNames | LoaderNames,
         *,
         loss: Callable[..., Any],
         optimizer: Any,
@@ -38,9 +38,9 @@ class JaxTraining:
     ):
         # Split the weights, and initialize the optimizer and the average.
         self._dtype, self._names, self._accumulate = dtype, names, accumulate
-        self._parts = parts = Parts(built, dtype, names.trained)
+        self._parts = parts = SplitWeights(built, dtype, names.trained)
         self._params, self._statistics = parts.params, parts.statistics
-        optimizer = made_optimizer(optimizer)
+        optimizer = make_optimizer(optimizer)
         self._state = optimizer.init(self._params)
         self._gradient = jax.tree.map(jnp.zeros_like, self._params)
         self._average = None if average is None else jax.jit(average)
@@ -52,7 +52,7 @@ class JaxTraining:
 
         # A user's loss takes the whole model, but only its parameters are differentiated.
         def loss_of(params, statistics, batch, masks):
-            weights = parts.merged(params, statistics)
+            weights = parts.merge(params, statistics)
             with jax_masks(masks):
                 value, new = loss(weights, batch), None
             if not isinstance(weights, nnx.Module) and type(value) is tuple and len(value) == 2:
@@ -62,8 +62,10 @@ class JaxTraining:
             return value, parts.statistics_after(weights, new, statistics)
 
         # In float64, the loss ignores casts to float32, as it does on the torch side.
-        lifted = lifted_dtypes(set()) if dtype == "float64" else {}
-        loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), lifted, Found())
+        dtypes = wider_dtypes(set()) if dtype == "float64" else {}
+        loss_and_gradient = with_dtypes(
+            jax.value_and_grad(loss_of, has_aux=True), dtypes, ProgramFacts()
+        )
 
         # The optimizer sees each batch, because `optax.MultiSteps` accumulates; the mean gradient
         # is kept only to compare it.
@@ -130,10 +132,10 @@ class JaxTraining:
         return jax.tree.unflatten(structure, zeros)
 
     def _named(self, params: Any) -> Arrays:
-        return self._names.of_jax(self._parts.merged(params, self._statistics))
+        return self._names.of_jax(self._parts.merge(params, self._statistics))
 
 
-class Parts:
+class SplitWeights:
     """Splits the JAX side's weights into parameters, statistics and constants.
 
     The parameters are the `nnx.Param`s of an NNX module. In a tree, they are the real and complex
@@ -161,7 +163,7 @@ class Parts:
         self.statistics = only(lambda path: path not in trained)
         self._constants = jax.tree.map(lambda a: None if is_inexact(a) else a, built)
 
-    def merged(self, params: Any, statistics: Any) -> Any:
+    def merge(self, params: Any, statistics: Any) -> Any:
         """The module or tree that consists of these parts."""
         if self._graphdef is not None:
             return nnx.merge(self._graphdef, params, statistics, copy=True)
@@ -179,7 +181,7 @@ class Parts:
             return jax.tree.map(
                 lambda old, value: None if old is None else value,
                 statistics,
-                updated(weights, new),
+                with_new_entries(weights, new),
                 is_leaf=is_none,
             )
         changed = dict(nnx.to_flat_state(nnx.state(weights, nnx.Not(nnx.Param))))
@@ -192,16 +194,16 @@ def is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def updated(weights: Any, new: Any) -> Any:
+def with_new_entries(weights: Any, new: Any) -> Any:
     """The weights with the new entries of a dict, or the new weights themselves."""
     if new is None:
         return weights
     if isinstance(weights, Mapping) and isinstance(new, Mapping):
-        return {k: updated(v, new[k]) if k in new else v for k, v in weights.items()}
+        return {k: with_new_entries(v, new[k]) if k in new else v for k, v in weights.items()}
     return new
 
 
-def made_optimizer(optimizer: Any) -> Any:
+def make_optimizer(optimizer: Any) -> Any:
     """The optax optimizer; if a function that makes one is given, the optimizer that it makes."""
     if inspect.isfunction(optimizer) or isinstance(optimizer, partial):
         given = inspect.signature(optimizer).parameters.values()

@@ -25,7 +25,7 @@ from parity_tests.engine.problem import Arrays
 from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.torch_training import MOMENTS, TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
-from parity_tests.engine.training.weight_names import ByLoader, ByTable
+from parity_tests.engine.training.weight_names import LoaderNames, TableNames
 
 
 @contextlib.contextmanager
@@ -41,9 +41,9 @@ def x64(enabled: bool) -> Iterator[None]:
 
 
 def train_side_by_side(
-    names: ByTable | ByLoader,
+    names: TableNames | LoaderNames,
     sides: Mapping[str, JaxTraining],
-    of_torch: Callable[..., TorchTraining],
+    make_torch_training: Callable[..., TorchTraining],
     batches: Sequence[Any],
 ) -> TrainingReport:
     """Train both sides batch by batch, and compare them after each batch.
@@ -51,20 +51,22 @@ def train_side_by_side(
     Args:
         names: gives the weights of both sides the same names.
         sides: JAX's training in each dtype.
-        of_torch: makes torch's training in a dtype, optionally under an arithmetic mode.
+        make_torch_training: makes torch's training in a dtype, optionally under an arithmetic mode.
         batches: the batches.
 
     """
     # The oracle is torch's training in float64, which ignores casts to other dtypes. It also serves
     # as torch's own training in float64.
-    in_float64 = InFloat64()
-    oracle = of_torch("float64", in_float64)
-    own = {dtype: of_torch(dtype) for dtype in {*sides, "float32"} - {"float64"}}
+    arithmetic = InFloat64()
+    oracle = make_torch_training("float64", arithmetic)
+    own_trainings = {
+        dtype: make_torch_training(dtype) for dtype in {*sides, "float32"} - {"float64"}
+    }
 
     # A training with random rounding takes only as many steps as the verdicts need, often none.
     @functools.cache
     def rounded_training(dtype: str, seed: int) -> TorchTraining:
-        return of_torch(dtype, RandomRounding(dtype, seed, in_float64.decisions))
+        return make_torch_training(dtype, RandomRounding(dtype, seed, arithmetic.decisions))
 
     def scatter(dtype: str, expected: Arrays) -> Iterator[dict[str, float]]:
         """The errors of trainings with random rounding, after the batches so far."""
@@ -72,42 +74,49 @@ def train_side_by_side(
             run = rounded_training(dtype, seed)
             for batch in batches[run.count : oracle.count]:
                 run.train_on(batch)
-            yield relative_errors(only(compared(names, run), expected), expected)
+            yield relative_errors(select(compared_arrays(names, run), expected), expected)
 
     # Take each batch on all sides, and compare the results with the oracle's.
-    after = before = compared(names, oracle)
+    after = before = compared_arrays(names, oracle)
     statistics = names.of_torch(oracle.weights()).keys() - names.trained
     errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
     norms: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in sides}
     departures: dict[str, str] = {}
     for batch in batches:
-        for training in (oracle, *own.values()):
+        for training in (oracle, *own_trainings.values()):
             training.train_on(batch)
-        after, gradient = compared(names, oracle), of_gradient(names, oracle, oracle.gradients)
+        after, gradient = (
+            compared_arrays(names, oracle),
+            named_gradients(names, oracle, oracle.gradients),
+        )
         for dtype, side in sides.items():
             # Train JAX with the dropout masks that torch drew.
             with x64(dtype == "float64"):
                 side.train_on(batch, oracle.masks)
-                found = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
+                found = {
+                    "the loss": side.loss,
+                    **side.weights(),
+                    **named_as_averages(side.average()),
+                }
                 gradients = side.gradients()
-            norms[dtype].append((norm(gradient), norm(only(gradients, gradient))))
+            norms[dtype].append((norm(gradient), norm(select(gradients, gradient))))
 
             # Compare everything except statistics that JAX's loss does not return.
             skipped = set() if side.returns_statistics else statistics
-            expected = only(after, found.keys() - skipped)
-            torch_own = own.get(dtype, oracle)
+            expected = select(after, found.keys() - skipped)
+            torch_own = own_trainings.get(dtype, oracle)
             error = group_error(
                 jnp.dtype(dtype),
                 oracle=expected,
-                torch=only(compared(names, torch_own), expected),
-                jax=only(found, expected),
-                torch32=only(compared(names, own["float32"]), expected),
+                torch=select(compared_arrays(names, torch_own), expected),
+                jax=select(found, expected),
+                torch32=select(compared_arrays(names, own_trainings["float32"]), expected),
                 rounded=scatter(dtype, expected),
             )
             errors[dtype].append(error)
             if not error.passed and dtype not in departures:
                 with x64(dtype == "float64"):
-                    departures[dtype] = departure(names, dtype, oracle, torch_own, side)
+                    departures[dtype] = describe_departure(names, dtype, oracle, torch_own, side)
 
     # If no weight changed, the comparison shows nothing, which is a fault.
     same = {name for name in after if np.array_equal(after[name], before.get(name, np.nan))}
@@ -119,9 +128,9 @@ def train_side_by_side(
             f"not compared: {', '.join(sorted(statistics - same))}, which change: return "
             "`(loss, weights)` from `loss`, with their new values"
         )
-    if in_float64.draws:
+    if arithmetic.draws:
         notes.append(
-            f"torch draws random numbers ({', '.join(sorted(in_float64.draws))}), which JAX does "
+            f"torch draws random numbers ({', '.join(sorted(arithmetic.draws))}), which JAX does "
             "not get: give both sides the same in the batch"
         )
     return TrainingReport(
@@ -133,17 +142,19 @@ def train_side_by_side(
     )
 
 
-def compared(names: ByTable | ByLoader, training: TorchTraining) -> Arrays:
+def compared_arrays(names: TableNames | LoaderNames, training: TorchTraining) -> Arrays:
     """The loss, the weights, the statistics and the averaged weights of the torch side."""
     mean = training.average()
     return {
         "the loss": training.loss,
         **names.of_torch(training.weights()),
-        **(averaged(only(names.of_torch(mean), names.trained)) if mean else {}),
+        **(named_as_averages(select(names.of_torch(mean), names.trained)) if mean else {}),
     }
 
 
-def of_gradient(names: ByTable | ByLoader, oracle: TorchTraining, by_key: Arrays) -> Arrays:
+def named_gradients(
+    names: TableNames | LoaderNames, oracle: TorchTraining, by_key: Arrays
+) -> Arrays:
     """Torch's gradients or moments under the common names.
 
     Weights that JAX holds only in sums, and weights without a gradient in torch, are left out.
@@ -152,18 +163,18 @@ def of_gradient(names: ByTable | ByLoader, oracle: TorchTraining, by_key: Arrays
     zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
     covered = names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
     whole = {name for name, array in covered.items() if array.all()}
-    return only(names.of_torch(zeros | by_key), whole & names.arranged)
+    return select(names.of_torch(zeros | by_key), whole & names.unsummed)
 
 
-def departure(
-    names: ByTable | ByLoader,
+def describe_departure(
+    names: TableNames | LoaderNames,
     dtype: str,
     oracle: TorchTraining,
     own: TorchTraining,
     side: JaxTraining,
 ) -> str:
     """A sentence that tells which of the loss, the gradient and the moments differ at a step."""
-    named = functools.partial(of_gradient, names, oracle)
+    named = functools.partial(named_gradients, names, oracle)
     rows = {
         "the loss": ({"": oracle.loss}, {"": own.loss}, {"": side.loss}),
         "the gradient": (named(oracle.gradients), named(own.gradients), side.gradients()),
@@ -174,25 +185,27 @@ def departure(
         for name, by_key in oracle.moments().items()
         if MOMENTS[name] in moments
     }
-    told = []
+    clauses = []
     for what, (expected, *runs) in rows.items():
         if expected:
             torch_errors, jax_errors = (
-                relative_errors(only(run, expected), expected, negligible=True) for run in runs
+                relative_errors(select(run, expected), expected, negligible=True) for run in runs
             )
             worst = max(jax_errors, key=lambda name: jax_errors[name])
             error, where = jax_errors[worst], f", most in {worst}" if worst else ""
             is_equal = error <= max(floor(jnp.dtype(dtype)), K * torch_errors[worst])
-            told.append(f"{what} agrees" if is_equal else f"{what} departs by {error:.1e}{where}")
-    return "; ".join(told)
+            clauses.append(
+                f"{what} agrees" if is_equal else f"{what} departs by {error:.1e}{where}"
+            )
+    return "; ".join(clauses)
 
 
-def averaged(arrays: Arrays) -> Arrays:
+def named_as_averages(arrays: Arrays) -> Arrays:
     """The arrays, with names that mark them as averages."""
     return {f"average of {name}": array for name, array in arrays.items()}
 
 
-def only(arrays: Arrays, names: Collection[str]) -> Arrays:
+def select(arrays: Arrays, names: Collection[str]) -> Arrays:
     """The arrays that have these names."""
     return {name: array for name, array in arrays.items() if name in names}
 

@@ -11,8 +11,8 @@ from jax_models.ops.checks import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.torch_module import in_double, tensors, twin_in
-from parity_tests.engine.problem import Arrays, all_in_dtype, arrays_of, in_dtype
+from parity_tests.engine.candidates.torch_module import in_float64, tensors, twin_in_dtype
+from parity_tests.engine.problem import Arrays, all_in_dtype, in_dtype, state_dict_arrays
 from parity_tests.engine.training.dropout import TorchMasks
 
 MOMENTS = {
@@ -47,18 +47,20 @@ class TorchTraining:
         training: bool,
     ):
         # Under an arithmetic mode, the weights are rounded to the dtype but stored in float64.
-        self._twin = twin_in(twin, dtype).train(training)
+        self._twin = twin_in_dtype(twin, dtype).train(training)
         if arithmetic is not None:
-            self._twin = twin_in(self._twin, "float64")
+            self._twin = twin_in_dtype(self._twin, "float64")
         self._dtype, self._arithmetic = dtype, arithmetic
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
 
         # The user's functions make the optimizer and the rest for this copy of the twin.
-        self._optimizer = made("optimizer_twin", optimizer(self._twin), torch.optim.Optimizer)
+        self._optimizer = checked_result(
+            "optimizer_twin", optimizer(self._twin), torch.optim.Optimizer
+        )
         self._scheduler = self._average = None
         if scheduler is not None:
             kind = torch.optim.lr_scheduler.LRScheduler
-            self._scheduler = made("scheduler_twin", scheduler(self._optimizer), kind)
+            self._scheduler = checked_result("scheduler_twin", scheduler(self._optimizer), kind)
         if average is not None:
             self._average = average(self._twin)
             if not hasattr(self._average, "update_parameters"):
@@ -79,19 +81,19 @@ class TorchTraining:
         self.count += 1
         inputs = tensors(batch, self._dtype)
         with self._arithmetic or contextlib.nullcontext(), TorchMasks(self.count) as drawn:
-            value = self._loss(self._twin, in_double(inputs) if self._arithmetic else inputs)
+            value = self._loss(self._twin, in_float64(inputs) if self._arithmetic else inputs)
             checked_loss("loss_twin", value, torch.Tensor)
             if not value.requires_grad:
                 raise ValueError("loss_twin: expected a loss with a gradient, got one without")
             (value / self._accumulate).backward()
             self.gradients = {
-                name: copied(weight.grad)
+                name: in_float64_array(weight.grad)
                 for name, weight in self._parameters()
                 if weight.grad is not None
             }
             if self.count % self._accumulate == 0:
                 self._step()
-        self.loss, self.masks = copied(value), drawn.masks
+        self.loss, self.masks = in_float64_array(value), drawn.masks
 
     def _step(self) -> None:
         if self._clip is not None:
@@ -130,12 +132,16 @@ class TorchTraining:
 
     def weights(self) -> Arrays:
         """The weights and buffers by key, the floating ones in float64."""
-        return all_in_dtype(arrays_of(self._twin.state_dict()), "float64")
+        return all_in_dtype(state_dict_arrays(self._twin.state_dict()), "float64")
 
     def average(self) -> Arrays:
         """The weights and buffers of the averaged module; empty if there is none."""
         averaged = getattr(self._average, "module", self._average)
-        return {} if averaged is None else all_in_dtype(arrays_of(averaged.state_dict()), "float64")
+        return (
+            {}
+            if averaged is None
+            else all_in_dtype(state_dict_arrays(averaged.state_dict()), "float64")
+        )
 
     def moments(self) -> dict[str, Arrays]:
         """The optimizer's moments, by torch's name of the moment and by the weight's key."""
@@ -143,16 +149,16 @@ class TorchTraining:
         for key, weight in self._parameters():
             for name, value in self._optimizer.state.get(weight, {}).items():
                 if name in MOMENTS and isinstance(value, torch.Tensor):
-                    found.setdefault(name, {})[key] = copied(value)
+                    found.setdefault(name, {})[key] = in_float64_array(value)
         return found
 
 
-def copied(tensor: torch.Tensor) -> np.ndarray:
+def in_float64_array(tensor: torch.Tensor) -> np.ndarray:
     """A copy of a floating tensor as a float64 array."""
     return in_dtype(as_numpy(tensor), "float64")
 
 
-def made(name: str, value: Any, kind: type) -> Any:
+def checked_result(name: str, value: Any, kind: type) -> Any:
     """The object that a user's function has made, which must be of the right class."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")

@@ -14,7 +14,7 @@ from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.problem import Arrays, in_dtype
 
 
-class ByTable:
+class TableNames:
     """Names the weights by torch's keys, through a weight table."""
 
     def __init__(self, table: Table, parameters: Collection[str]):
@@ -22,7 +22,7 @@ class ByTable:
         self._inexact = [row for row in table if row.params and not row.exact]
         self._keys = {key for row in table if row.params for key in row.keys}
         self.trained = self._keys & {*parameters}
-        self.arranged = {key for row in table if row.exact and row.separate for key in row.keys}
+        self.unsummed = {key for row in table if row.exact and row.separate for key in row.keys}
         """The keys of weights whose numbers JAX holds unchanged, rather than in sums."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
@@ -38,7 +38,7 @@ class ByTable:
         return {key: a for key, a in to_torch(model, self._table).items() if key in self._keys}
 
 
-class ByLoader:
+class LoaderNames:
     """Names the weights by their paths in the tree that a loader makes from torch's weights."""
 
     def __init__(
@@ -65,7 +65,7 @@ class ByLoader:
         }
         """The paths of all arrays except those that are made from buffers alone."""
         numbers = np.concatenate([np.ravel(v) for v in inexact.values()] or [np.empty(0)])
-        self.arranged = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
+        self.unsummed = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
         """The paths of the arrays whose numbers all occur in torch's weights."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:

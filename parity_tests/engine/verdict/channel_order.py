@@ -10,11 +10,11 @@ import numpy as np
 
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.faults import ORDERS, channels_last, other_order
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import Results, only_floating
+from parity_tests.engine.verdict.faults import ORDERS, advice_on_axes, channels_last
+from parity_tests.engine.verdict.report import Report
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
@@ -26,7 +26,7 @@ def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
     if outputs is None:
         return None
     pairs = zip(oracle.get("outputs", {}).values(), outputs.values(), strict=False)
-    are_last = any(other_order(expected.shape, actual.shape) for expected, actual in pairs)
+    are_last = any(advice_on_axes(expected.shape, actual.shape) for expected, actual in pairs)
     first, last = ORDERS[len(shapes[0])]
     return (
         f"inputs: {shapes[0]} looks like {first}, and the JAX model takes {last}: it runs on "

@@ -9,8 +9,8 @@ import torch
 from parity_tests import Report, compare, save
 from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
-from parity_tests.report.own import record_of
 from parity_tests.report.record import Record
+from parity_tests.report.save import record_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 NAN = LogitsError(math.nan, math.inf, 1e-3, 2e-3, 0.5, 0.75)

@@ -1,19 +1,29 @@
-"""Each operator against a plain JAX version: the scan or the expression that you write first."""
+"""The operators, their plain versions, the arrays they get, and the measured sizes."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
-from benchmarks.problem import OURS, Contenders, Problem, operator
-from benchmarks.report.plot import RowsByAllocator
+from benchmarks.families.plain.plain_versions import (
+    gru_cell,
+    lstm_cell,
+    plain_delta_rule,
+    plain_gated,
+    plain_linear_recurrence,
+    plain_local_attention,
+    plain_min_gru,
+    plain_min_lstm,
+    plain_modal_conv,
+    plain_wkv,
+    plain_wkv6,
+    rnn_cell,
+    zeros,
+)
 from jax_models import ops
 
-PLAIN = "plain"
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
 
@@ -29,53 +39,6 @@ class Pair(NamedTuple):
     """The measured sizes, batch and time first."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Operator(Problem):
-    """A pair of versions of an operator, at some sizes."""
-
-    operator: str
-    sizes: tuple[int, ...]
-    rounds = 3
-
-    @property
-    def name(self) -> str:
-        """The operator and the sizes."""
-        return f"{self.operator} {' × '.join(map(str, self.sizes))}"
-
-    @property
-    def pair(self) -> Pair:
-        """The operator and its plain version."""
-        return PAIRS[self.operator]
-
-    def arrays(self):
-        """Random arrays, the same for each call."""
-        return self.pair.draw(np.random.default_rng(0), *self.sizes)
-
-    def cotangent(self):
-        """A random gradient of y."""
-        y = jax.eval_shape(lambda arrays: self.pair.plain(**arrays), self.arrays())
-        return np.random.default_rng(1).standard_normal(y.shape, np.float32)
-
-    def oracle(self):
-        """Computes the plain version in float64."""
-        jax.config.update("jax_platforms", "cpu")  # the timings run in other processes
-        with jax.enable_x64(True):
-            wide = {name: jnp.asarray(x, jnp.float64) for name, x in self.arrays().items()}
-            y, pullback = jax.vjp(jax.jit(lambda arrays: self.pair.plain(**arrays)), wide)
-            (gradients,) = pullback(jnp.asarray(self.cotangent(), jnp.float64))
-        return {name: np.asarray(x) for name, x in {"y": y, **gradients}.items()}
-
-    def targets(self, part, platform):
-        """No operator takes longer than its plain version."""
-        return {PLAIN: 1.0}
-
-
-def over_time(step: Callable, state: Any, xs: Any) -> jax.Array:
-    """`lax.scan` over arrays (batch, time, …)."""
-    by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), xs)
-    return jnp.swapaxes(jax.lax.scan(step, state, by_time)[1], 0, 1)
-
-
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Draws float32 numbers of variance 1."""
     return rng.standard_normal(shape, np.float32)
@@ -84,11 +47,6 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> np.ndarray:
     """Draws float32 numbers from an interval."""
     return rng.uniform(low, high, shape).astype(np.float32)
-
-
-def zeros(x: jax.Array, *features: int) -> jax.Array:
-    """The state of each row of x before the first step."""
-    return jnp.zeros((x.shape[0], *features), x.dtype)
 
 
 # Matrix-valued states
@@ -108,31 +66,6 @@ def draw_wkv6(rng, batch, time, heads, size):
     arrays = draw_delta_rule(rng, batch, time, heads, size)
     del arrays["a"], arrays["b"]
     return arrays | {"u": normal(rng, heads, size)}
-
-
-def plain_delta_rule(r, log_w, k, v, a, b):
-    """`S_t = S_{t−1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ`, `y_t = S_t r_t`."""
-
-    def step(s, x):
-        r, log_w, k, v, a, b = x
-        read = jnp.einsum("bhij,bhj->bhi", s, a)
-        s = s * jnp.exp(log_w)[..., None, :] + read[..., None] * b[..., None, :]
-        s = s + v[..., None] * k[..., None, :]
-        return s, jnp.einsum("bhij,bhj->bhi", s, r)
-
-    return over_time(step, zeros(k, k.shape[2], *k.shape[3:] * 2), (r, log_w, k, v, a, b))
-
-
-def plain_wkv6(r, log_w, k, v, u):
-    """`y_t = (S_{t−1} + v_t (u ⊙ k_t)ᵀ) r_t`, `S_t = S_{t−1} diag(w_t) + v_t k_tᵀ`."""
-
-    def step(s, x):
-        r, log_w, k, v = x
-        now = v[..., None] * k[..., None, :]
-        y = jnp.einsum("bhij,bhj->bhi", s + u[..., None, :] * now, r)
-        return s * jnp.exp(log_w)[..., None, :] + now, y
-
-    return over_time(step, zeros(k, k.shape[2], *k.shape[3:] * 2), (r, log_w, k, v))
 
 
 MATRICES = (
@@ -159,22 +92,6 @@ def draw_wkv(rng, batch, time, features):
     return {"k": k, "v": v, "w": uniform(rng, 0.01, 2, features), "u": normal(rng, features)}
 
 
-def plain_wkv(k, v, w, u):
-    """The average with a running maximum of the exponents, as in RWKV's own code."""
-
-    def step(state, x):
-        (num, den, largest), (k, v) = state, x
-        q = jnp.maximum(largest, u + k)
-        past, now = jnp.exp(largest - q), jnp.exp(u + k - q)
-        y = (past * num + now * v) / (past * den + now)
-        q = jnp.maximum(largest - w, k)
-        past, now = jnp.exp(largest - w - q), jnp.exp(k - q)
-        return (past * num + now * v, past * den + now, q), y
-
-    empty = zeros(k, k.shape[2])
-    return over_time(step, (empty, empty, empty - 1e38), (k, v))
-
-
 ROWS = (
     (1, 7, 13),
     (1, 100, 64),
@@ -199,17 +116,6 @@ def draw_linear_recurrence(rng, batch, time, features):
     return {"a": uniform(rng, 0.9, 0.999, *shape), "b": normal(rng, *shape)}
 
 
-def plain_linear_recurrence(a, b):
-    """`h_t = a_t ⊙ h_{t−1} + b_t`."""
-
-    def step(h, x):
-        a, b = x
-        h = a * h + b
-        return h, h
-
-    return over_time(step, zeros(b, b.shape[2]), (a, b))
-
-
 def draw_min_rnn(gates: int):
     """Inputs, and weights as torch initializes them."""
 
@@ -230,20 +136,6 @@ def our_min_rnn(run, gates: int):
         return run(x, state, kernel=kernel, bias=bias)[0]
 
     return ours
-
-
-def plain_min_gru(x, kernel, bias):
-    """`h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ h̃_t`."""
-    gate, candidate = jnp.split(x @ kernel + bias, 2, axis=-1)
-    z = jax.nn.sigmoid(gate)
-    return plain_linear_recurrence(1 - z, z * candidate)
-
-
-def plain_min_lstm(x, kernel, bias):
-    """`h_t = f'_t ⊙ h_{t−1} + i'_t ⊙ h̃_t`, the gates divided by their sum."""
-    f, i, candidate = jnp.split(x @ kernel + bias, 3, axis=-1)
-    f, i = jax.nn.sigmoid(f), jax.nn.sigmoid(i)
-    return plain_linear_recurrence(f / (f + i), i / (f + i) * candidate)
 
 
 LAYERS = (
@@ -291,42 +183,6 @@ def our_gated(run, state_type):
     return ours
 
 
-def plain_gated(cell, states: int, *, hoisted: bool):
-    """A scan of `cell(of_x, of_h, *state)`. If `hoisted`, the products of x precede the scan."""
-
-    def plain(x, kernel_ih, kernel_hh, bias_ih, bias_hh):
-        def of_x(x):
-            return x @ kernel_ih + bias_ih
-
-        def step(state, x):
-            state = cell(x if hoisted else of_x(x), state[0] @ kernel_hh + bias_hh, *state)
-            return state, state[0]
-
-        state = [zeros(x, kernel_hh.shape[0])] * states
-        return over_time(step, tuple(state), of_x(x) if hoisted else x)
-
-    return plain
-
-
-def lstm_cell(of_x, of_h, _, c):
-    """The LSTM of torch."""
-    i, f, g, o = jnp.split(of_x + of_h, 4, axis=-1)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
-
-
-def gru_cell(of_x, of_h, h):
-    """The GRU of torch."""
-    (r_x, z_x, n_x), (r_h, z_h, n_h) = (jnp.split(a, 3, axis=-1) for a in (of_x, of_h))
-    r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
-    return ((1 - z) * jnp.tanh(n_x + r * n_h) + z * h,)
-
-
-def rnn_cell(of_x, of_h, _):
-    """The RNN of torch."""
-    return (jnp.tanh(of_x + of_h),)
-
-
 def gated(run, state_type, cell, gates: int, *, hoisted: bool) -> Pair:
     """A gated operator, and its plain scan."""
     plain = plain_gated(cell, len(state_type._fields), hoisted=hoisted)
@@ -371,17 +227,6 @@ def our_modal_conv(v, **weights):
     return ops.modal_conv(v, state, **weights)[0]
 
 
-def plain_modal_conv(v, poles, residues, skip):
-    """`s_t = λ ⊙ s_{t−1} + v_t`, `y_t = Re Σ_n R_n s_{t,n} + skip ⊙ v_t`."""
-    poles, residues = (jax.lax.complex(a[..., 0], a[..., 1]) for a in (poles, residues))
-
-    def step(s, v):
-        s = poles * s + v[..., None]
-        return s, (residues * s).real.sum(axis=-1) + skip * v
-
-    return over_time(step, zeros(v, *poles.shape).astype(poles.dtype), v)
-
-
 def draw_local_attention(rng, batch, time, heads, size, window):
     """Queries, keys and values. The window determines no array."""
     q, k, v = normal(rng, 3, batch, time, heads, size)
@@ -393,13 +238,6 @@ def our_local_attention(q, k, v, window):
     cache = zeros(k, window.size - 1, *k.shape[2:])
     state = ops.LocalAttentionState(jnp.zeros(k.shape[0], jnp.int32), cache, cache)
     return ops.local_attention(q, k, v, state)[0]
-
-
-def plain_local_attention(q, k, v, window):
-    """JAX's attention over the same keys."""
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=(window.size - 1, 0)
-    )
 
 
 PAIRS: Mapping[str, Pair] = {
@@ -467,57 +305,3 @@ PAIRS: Mapping[str, Pair] = {
         ),
     ),
 }
-
-
-def problems(quick: bool) -> list[Operator]:
-    """Small, large, odd and even sizes, with one row or many."""
-    return [
-        Operator(name, sizes)
-        for name, pair in PAIRS.items()
-        for sizes in (pair.sizes[:1] if quick else pair.sizes)
-    ]
-
-
-contenders = Contenders()
-
-
-@contenders.jax(OURS)
-def ours(problem: Operator):
-    """Our operator, with `method="auto"`."""
-    return operator(problem, problem.pair.ours)
-
-
-@contenders.jax(PLAIN)
-def plain(problem: Operator):
-    """The plain version."""
-    return operator(problem, problem.pair.plain)
-
-
-def plot(found: RowsByAllocator, title: str) -> Figure:
-    """Draws the ratios of all sizes, with a panel for each part and a line for each operator."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
-    operators = list(PAIRS)
-    lines = {each.name: operators.index(each.operator) for each in problems(quick=False)}
-    for panel, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        for rows in found.values():
-            times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
-            measured = [
-                problem
-                for problem, name in times
-                if name == OURS and (problem, PLAIN) in times and problem in lines
-            ]
-            panel.plot(
-                [times[problem, OURS] / times[problem, PLAIN] for problem in measured],
-                [lines[problem] for problem in measured],
-                "o",
-                alpha=0.5,
-            )
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
-        panel.set_yticks(range(len(operators)), operators)
-        panel.invert_yaxis()
-        panel.set_xlabel(f"{part}: our time / the plain version's")
-    figure.suptitle(title)
-    return figure

@@ -17,7 +17,7 @@ class OutOfTime(Exception):  # noqa: N818
     """The next piece would take longer than there is time for."""
 
 
-class Pieces:
+class ResumableRun:
     """The pieces of a run in a folder, at least one of which is measured in each call.
 
     Args:
@@ -35,7 +35,7 @@ class Pieces:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             self.fields = found if found["run"] == run else self.fields
 
-    def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
+    def measure_once(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
         """Returns the stored measurement of a piece, or measures and stores it.
 
         Raises:
@@ -52,12 +52,12 @@ class Pieces:
             self._write()
         return outcome_from(self.fields["pieces"][name])
 
-    def has(self, family: str) -> bool:
+    def is_written(self, family: str) -> bool:
         """Whether the record of a family is written."""
         return family in self.fields["families"]
 
-    def end(self, family: str) -> None:
-        """Notes that the record of a family is written."""
+    def mark_written(self, family: str) -> None:
+        """Remembers that the record of a family is written."""
         self.fields["families"].append(family)
         self._write()
 

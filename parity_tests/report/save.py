@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from parity_tests.engine.report import Report
+from parity_tests.engine.verdict.report import Report
 from parity_tests.report.files import FORMS
 from parity_tests.report.record import LogitsMeasurement, Measurement, Record, versions
 from twinscan.files import write_whole

@@ -7,21 +7,19 @@ import jax.numpy as jnp
 from parity_tests.engine.bounds.rounded_constants import (
     digits_of,
     moved_by_rounding,
-    moves_to,
+    moves_to_digits,
+    named_by_number,
     names_of,
-    numbered,
     rounded_count,
-    unknown_in,
+    unknown_numbers,
 )
 from parity_tests.engine.bounds.tolerance import FLOAT64, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.other_digits import run_with_digits
-from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
@@ -30,6 +28,8 @@ from parity_tests.engine.results import (
     largest_by_group,
     only_floating,
 )
+from parity_tests.engine.verdict.faults import dtype_faults, mismatches, notes_on
+from parity_tests.engine.verdict.report import Report
 
 MOST_NAMES = 3
 """The largest number of constants that a note names."""
@@ -58,21 +58,21 @@ def measure(
         own_run = reference.own_run(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
-        found = jax_side.found[dtype]
+        facts = jax_side.facts[dtype]
 
         # Errors can be computed only if both sides return results of the same names and shapes.
-        if in_kind := own_run.overflows or mismatches(oracle, ours, sides):
-            faults += in_kind
+        if mismatch_faults := own_run.overflows or mismatches(oracle, ours, sides):
+            faults += mismatch_faults
             continue
-        faults += other_dtypes(own_run.dtypes, found, dtype, sides)
+        faults += dtype_faults(own_run.dtypes, facts, dtype, sides)
 
         # The bound in float64 is far below the rounding of float32, so make an allowance for the
         # parts of a model that have only float32's precision: operations that cannot run in
         # float64, and rounded constants.
         say(f"the errors in {dtype}")
-        bound_of = "float32" if dtype == "float64" and found.stays else dtype
+        bound_of = "float32" if dtype == "float64" and facts.coarse_operations else dtype
         expected, moved = oracle, {}
-        if bound_of == "float64" and not are_equal(ours, oracle):
+        if bound_of == "float64" and not agree_in_float64(ours, oracle):
             expected, moved, note = explained_by_constants(
                 problem, jax_side, reference, ours, platform
             )
@@ -98,7 +98,7 @@ def measure(
             logits[dtype] = dict(zip(sides, (own_run.logits, error), strict=True))
         del ours, expected  # before the next dtype's results need memory
     if not reference.faults:
-        notes += [*reference.notes, *notes_on(jax_side.found, sides)]
+        notes += [*reference.notes, *notes_on(jax_side.facts, sides)]
     return Report(
         tensors,
         tuple(dict.fromkeys(faults)),
@@ -126,7 +126,7 @@ def explained_by_constants(
     # Name the constants in the note, so that a user can find them in the code.
     other, model = reference.sides
     names = [f"{other}'s {name}" for name in reference.constant_names]
-    names += [f"{model}'s {name}" for name in names_of(numbered(held))]
+    names += [f"{model}'s {name}" for name in names_of(named_by_number(held))]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     numbers = "1 constant is" if count == 1 else f"{count} numbers of constants are"
     of_names = f" ({', '.join(names[:MOST_NAMES])}{more})" if names else ""
@@ -134,14 +134,14 @@ def explained_by_constants(
 
     # Run the reference again with JAX's float64 digits of its constants, where JAX computes them.
     constants = [*reference.constants.values()]
-    moves, unknown = moves_to(constants, jax_side.argument_free(problem))
+    moves, unknown = moves_to_digits(constants, jax_side.argument_free(problem))
     expected = oracle
     if any(move.any() for move in moves):
         expected = reference.with_constants(moves)
-    lacking = unknown_in(held, [*constants, *problem.state_dict.values()])
+    lacking = unknown_numbers(held, [*constants, *problem.state_dict.values()])
     are_hidden = reference.constant_count > 0 and not constants  # in a record
     are_known = not are_hidden and not any(each.any() for each in unknown + lacking)
-    if are_known or are_equal(ours, expected, GROUPS[:2]):
+    if are_known or agree_in_float64(ours, expected, GROUPS[:2]):
         return expected, {}, [f"{note} with {model}'s digits in their place"]
 
     # The float64 digits of the other constants are unknown, so change these constants by as much as
@@ -155,7 +155,7 @@ def explained_by_constants(
     return expected, largest_by_group(runs), [note]
 
 
-def are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
+def agree_in_float64(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
     """True if all tensors of these groups agree within the bound of float64."""
     errors = errors_of(ours, oracle)
     return all(error <= FLOAT64 for group in groups for error in errors.get(group, {}).values())

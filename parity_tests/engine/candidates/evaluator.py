@@ -14,16 +14,16 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from parity_tests.engine.bounds.rounded_constants import is_rounded, short_decimal
 from parity_tests.engine.candidates.jax_program import (
-    Found,
+    ProgramFacts,
     bodies_in,
     called_body,
+    collect_facts,
     constants_in,
     equations_in,
     is_real,
     last_uses,
-    lifted_dtypes,
-    look_into,
     place_of,
+    wider_dtypes,
 )
 
 SCATTERS = {
@@ -37,21 +37,23 @@ SCATTERS = {
 BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 
 
-class Lift:
+class Evaluator:
     """Evaluates a program with some dtypes replaced by others."""
 
-    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found):
-        self._closed, self._dtypes, self._found = closed, dtypes, found
+    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str], facts: ProgramFacts):
+        self._closed, self._dtypes, self._facts = closed, dtypes, facts
         constants = {id(atom): (atom, a) for atom, a in constants_in(closed.jaxpr, closed.consts)}
-        numbers = [self._decimal(a) for atom, a in constants.values() if is_real(atom.aval.dtype)]
-        found.constants = [each for each in numbers if dtypes and is_rounded(each).any()]
+        numbers = [
+            self._exact_decimal(a) for atom, a in constants.values() if is_real(atom.aval.dtype)
+        ]
+        facts.constants = [each for each in numbers if dtypes and is_rounded(each).any()]
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
         """The results of the program."""
         return self._run(self._closed.jaxpr, self._closed.consts, args)
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        values = dict(zip(jaxpr.invars, map(self._up, args), strict=True))
+        values = dict(zip(jaxpr.invars, map(self._widen, args), strict=True))
         for atom, value in zip(jaxpr.constvars, consts, strict=True):
             values[atom] = self._constant(atom, value)
 
@@ -61,25 +63,25 @@ class Lift:
         for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             operands = [read(atom) for atom in equation.invars]
             results = self._equation(equation, operands)
-            values |= zip(equation.outvars, map(self._up, results), strict=True)
+            values |= zip(equation.outvars, map(self._widen, results), strict=True)
             for variable in unneeded:
                 del values[variable]
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _up(self, x: Any) -> Any:
+    def _widen(self, x: Any) -> Any:
         dtype = self._dtypes.get(str(getattr(x, "dtype", None)))
         return x if dtype is None else lax.convert_element_type(x, dtype)
 
     def _constant(self, atom: Any, value: Any) -> Any:
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is None or isinstance(value, Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
-            return self._up(value)
+            return self._widen(value)
         if not self._dtypes or not is_real(dtype):
-            return self._up(jnp.asarray(value, dtype))
+            return self._widen(jnp.asarray(value, dtype))
         wide = self._dtypes.get(str(dtype), dtype)
-        return jnp.asarray(self._decimal(value), wide)
+        return jnp.asarray(self._exact_decimal(value), wide)
 
-    def _decimal(self, value: Any) -> np.ndarray:
+    def _exact_decimal(self, value: Any) -> np.ndarray:
         """The value in float64; a short decimal, such as 1e-5, with all digits of float64."""
         short = short_decimal(value)
         return np.asarray(value if short is None else short, np.float64)
@@ -105,33 +107,35 @@ class Lift:
 
         # Leave an operation unchanged if it touches no dtype that is replaced.
         inner = (each for b in bodies for each, *_ in equations_in(b, [True] * len(b.invars)))
-        if not any(map(self._is_touched, (equation, *inner))):
+        if not any(map(self._has_replaced_dtype, (equation, *inner))):
             return self._bind(equation, operands, params)
 
         # Run any other operation in the new dtypes or, if that is impossible, in its own.
         if name in SCATTERS and SCATTERS[name] is not None:
-            keep = ("indices_are_sorted", "unique_indices", "mode")
-            options = {key: params[key] for key in keep}
+            names = ("indices_are_sorted", "unique_indices", "mode")
+            options = {key: params[key] for key in names}
             return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
-        if name == "reduce_precision" and self._keeps(equation):
+        if name == "reduce_precision" and self._keeps_precision(equation):
             return operands
         if name not in BIT_PATTERNS and not bodies:
-            lifted = {key: self._param(value) for key, value in params.items()}
+            params_in_new_dtypes = {key: self._param(value) for key, value in params.items()}
             try:
-                return self._bind(equation, operands, lifted)
+                return self._bind(equation, operands, params_in_new_dtypes)
             except (TypeError, ValueError, NotImplementedError):
                 pass
-        return self._in_own_dtypes(equation, operands)
+        return self._run_in_own_dtypes(equation, operands)
 
-    def _is_touched(self, equation: Any) -> bool:
+    def _has_replaced_dtype(self, equation: Any) -> bool:
         """True if the operation takes or returns an array of a dtype that is replaced."""
         variables = (*equation.invars, *equation.outvars)
         return any(str(getattr(v.aval, "dtype", None)) in self._dtypes for v in variables)
 
-    def _in_own_dtypes(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    def _run_in_own_dtypes(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         """The results of an operation in the original dtypes of the program."""
         if equation.primitive.name not in BIT_PATTERNS:
-            self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
+            self._facts.coarse_operations.append(
+                f"{equation.primitive.name} at {place_of(equation)}"
+            )
         given = [
             lax.convert_element_type(x, atom.aval.dtype)
             if str(getattr(atom.aval, "dtype", None)) in self._dtypes
@@ -155,7 +159,7 @@ class Lift:
         is_dtype = isinstance(value, np.dtype | type) and str(np.dtype(value)) in self._dtypes
         return np.dtype(self._dtypes[str(np.dtype(value))]) if is_dtype else value
 
-    def _keeps(self, equation: Any) -> bool:
+    def _keeps_precision(self, equation: Any) -> bool:
         """True if the operation rounds to the dtype that its operand already has."""
         info = jnp.finfo(equation.invars[0].aval.dtype)
         bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
@@ -164,10 +168,10 @@ class Lift:
     def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         params = equation.params
         inner = params["jaxpr"]
-        carried = _as_many_axes(equation.outvars, inner.out_avals).count(True)
-        whole = _as_many_axes(equation.invars, inner.in_avals).count(True)
-        at = whole - carried
-        consts, init, xs = operands[:at], operands[at:whole], operands[whole:]
+        carried = _are_whole(equation.outvars, inner.out_avals).count(True)
+        whole = _are_whole(equation.invars, inner.in_avals).count(True)
+        const_count = whole - carried
+        consts, init, xs = operands[:const_count], operands[const_count:whole], operands[whole:]
         body = self._body(inner)
 
         def step(carry, x):
@@ -179,9 +183,13 @@ class Lift:
         return [*last, *ys]
 
     def _while(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
-        at = params["cond_nconsts"]
-        to = at + params["body_nconsts"]
-        of_cond, of_body, init = operands[:at], operands[at:to], operands[to:]
+        cond_count = params["cond_nconsts"]
+        const_count = cond_count + params["body_nconsts"]
+        of_cond, of_body, init = (
+            operands[:cond_count],
+            operands[cond_count:const_count],
+            operands[const_count:],
+        )
         condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
         return lax.while_loop(
             lambda state: condition(*of_cond, *state)[0],
@@ -190,7 +198,7 @@ class Lift:
         )
 
 
-class PartialLift(Lift):
+class PartialEvaluator(Evaluator):
     """Skips every operation that depends on an argument that is None."""
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
@@ -199,11 +207,11 @@ class PartialLift(Lift):
         return super()._equation(equation, operands)
 
 
-class ArgumentFree(PartialLift):
+class ArgumentFreeEvaluator(PartialEvaluator):
     """Computes only values that depend on no argument, and collects their real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
-        super().__init__(closed, dtypes, Found())
+        super().__init__(closed, dtypes, ProgramFacts())
         self._arrays: list[np.ndarray] = []
 
     def arrays(self) -> list[np.ndarray]:
@@ -211,23 +219,23 @@ class ArgumentFree(PartialLift):
         self.evaluate([None] * len(self._closed.jaxpr.invars))
         return self._arrays
 
-    def _up(self, x: Any) -> Any:
-        x = super()._up(x)
+    def _widen(self, x: Any) -> Any:
+        x = super()._widen(x)
         if is_real(getattr(x, "dtype", None)):
             self._arrays.append(np.unique(np.asarray(x, np.float64)))
         return x
 
     def _constant(self, atom: Any, value: Any) -> Any:
-        return self._up(super()._constant(atom, value))
+        return self._widen(super()._constant(atom, value))
 
 
-def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+def _are_whole(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
     """For each array of a scan, whether the body takes or returns all of it rather than a slice."""
     return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
 
 
-def traced(
-    function: Callable[..., Any], args: Sequence[Any], found: Found
+def trace_program(
+    function: Callable[..., Any], args: Sequence[Any], facts: ProgramFacts
 ) -> tuple[ClosedJaxpr, Any]:
     """The function's program and the shapes of its results.
 
@@ -246,27 +254,27 @@ def traced(
                 program = make(function)(*narrow)
             except Exception:
                 raise error from None
-        found.x64_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        facts.x64_error = f"{type(error).__name__}: {error}".partition("\n")[0]
         return program
 
 
-def rewritten(
+def with_dtypes(
     function: Callable[..., Any],
     dtypes: Mapping[str, str],
-    found: Found,
-    evaluator: Callable[..., Lift] = Lift,
+    facts: ProgramFacts,
+    evaluator: Callable[..., Evaluator] = Evaluator,
 ) -> Callable[..., Any]:
-    """The function with some dtypes replaced. Facts about its program are added to `found`."""
+    """The function with some dtypes replaced. Facts about its program are added to `facts`."""
 
     def run(*args):
-        closed, shapes = traced(function, args, found)
-        look_into(closed, found)
-        lifted = {**lifted_dtypes(set()), **dtypes} if found.x64_error else dtypes
+        closed, shapes = trace_program(function, args, facts)
+        collect_facts(closed, facts)
+        replaced = {**wider_dtypes(set()), **dtypes} if facts.x64_error else dtypes
         leaves = [
             leaf.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.integer) else leaf
             for leaf, aval in zip(jax.tree.leaves(args), closed.in_avals, strict=True)
         ]
-        results = evaluator(closed, lifted, found).evaluate(leaves)
+        results = evaluator(closed, replaced, facts).evaluate(leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

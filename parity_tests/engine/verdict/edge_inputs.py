@@ -13,12 +13,15 @@ from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.torch_module import tensors, twin_in
-from parity_tests.engine.candidates.torch_run import eager, run_oracle, same_draws
-from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.measure import measure
+from parity_tests.engine.candidates.torch_module import tensors, twin_in_dtype
+from parity_tests.engine.candidates.torch_run import (
+    reproducible,
+    run_oracle,
+)
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.engine.results import not_finite
+from parity_tests.engine.verdict.measure import measure
 
 LARGE = 2.0 ** np.ceil(np.log2(np.log(np.finfo(np.float64).max)))
 """The first power of two whose exponential overflows even in float64."""
@@ -50,7 +53,7 @@ def edges(problem: Problem) -> Iterator[Edge]:
     lookups = embedding_lookups(problem)
     kinds = [*map(input_kind, leaves, lookups)]
 
-    def changed(**changes: Callable[..., Any]) -> Problem:
+    def with_inputs(**changes: Callable[..., Any]) -> Problem:
         """The problem whose inputs of each kind in `changes` are replaced."""
         rng = np.random.default_rng(problem.seed)
         inputs = [
@@ -62,12 +65,12 @@ def edges(problem: Problem) -> Iterator[Edge]:
     # Replace floating numbers by ones that hit the kinks of relu, max and sort, or that make
     # exponentials overflow.
     if "floating" in kinds:
-        zeros = changed(floating=lambda x, *_: np.zeros_like(x))
+        zeros = with_inputs(floating=lambda x, *_: np.zeros_like(x))
         yield Edge("zeros", zeros)
-        some = changed(floating=lambda x, _, rng: np.where(rng.random(x.shape) < 0.5, 0, x))
+        some = with_inputs(floating=lambda x, _, rng: np.where(rng.random(x.shape) < 0.5, 0, x))
         yield Edge("zeros among others", some)
-        yield Edge("ties", changed(floating=lambda x, *_: np.round(x)))
-        yield Edge("extremes", changed(floating=lambda x, *_: LARGE * x))
+        yield Edge("ties", with_inputs(floating=lambda x, *_: np.round(x)))
+        yield Edge("extremes", with_inputs(floating=lambda x, *_: LARGE * x))
         if problem.to_torch is not None:
             zeros = dataclasses.replace(zeros, twin=without_biases(problem.twin))
             yield Edge("zeros, biases zero", zeros)
@@ -76,32 +79,36 @@ def edges(problem: Problem) -> Iterator[Edge]:
 
     # Replace integers by the first and the last row of an embedding, and let masks hide nothing or
     # everything.
-    largest = changed(
-        integer=lambda n, lookup, _: np.full_like(n, largest_of(n, lookup)),
+    largest = with_inputs(
+        integer=lambda n, lookup, _: np.full_like(n, largest_row(n, lookup)),
         mask=lambda n, *_: np.ones_like(n),
     )
     yield Edge("the largest integers, masks all true", largest)
-    smallest = changed(
+    smallest = with_inputs(
         integer=lambda n, lookup, _: np.full_like(n, 0 if lookup else n.min(initial=0)),
         mask=lambda n, *_: np.broadcast_to(np.arange(n.shape[-1] if n.ndim else 1) == 0, n.shape),
     )
     yield Edge("the smallest integers, masks true at the first place alone", smallest)
     if "mask" in kinds:
-        hidden = changed(mask=lambda n, *_: np.zeros_like(n))
+        hidden = with_inputs(mask=lambda n, *_: np.zeros_like(n))
         yield Edge("masks all false", hidden, is_defined=False)
 
     # Torch drops the gradient of an embedding's padding row, so check whether JAX does, too.
-    def padded(n: np.ndarray, lookup: Lookup | None, rng: np.random.Generator) -> np.ndarray:
+    def with_padding_rows(
+        n: np.ndarray, lookup: Lookup | None, rng: np.random.Generator
+    ) -> np.ndarray:
         if lookup is None or lookup.padding < 0:
             return n
         return np.where(rng.random(n.shape) < 0.5, lookup.padding, n)
 
     if any(lookup is not None and lookup.padding >= 0 for lookup in lookups):
-        problem = dataclasses.replace(changed(integer=padded), has_padding_gradients=True)
+        problem = dataclasses.replace(
+            with_inputs(integer=with_padding_rows), has_padding_gradients=True
+        )
         yield Edge("padding_idx among other integers", problem)
 
 
-def largest_of(integers: np.ndarray, lookup: Lookup | None) -> int:
+def largest_row(integers: np.ndarray, lookup: Lookup | None) -> int:
     """The largest of the integers or, for an embedding, its last row that the dtype can index."""
     if lookup is None:
         return integers.max(initial=0)
@@ -141,8 +148,13 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
     leaves, structure = jax.tree.flatten(problem.inputs)
 
     def lookups_with(inputs: list[Any]) -> list[tuple[torch.Tensor, Lookup]]:
-        twin = twin_in(problem.twin, "float64")
-        with torch.no_grad(), same_draws(problem), eager(), InFloat64(), Lookups() as lookups:
+        twin = twin_in_dtype(problem.twin, "float64")
+        with (
+            torch.no_grad(),
+            reproducible(problem),
+            InFloat64(),
+            Lookups() as lookups,
+        ):
             problem.call_twin(twin, *tensors(jax.tree.unflatten(structure, inputs), "float64"))
         return lookups.found
 
@@ -160,7 +172,7 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
     return [lookup(i, leaf) if lookups and may_index[i] else None for i, leaf in enumerate(leaves)]
 
 
-def is_picked(problem: Problem) -> bool:
+def picks_among_equals(problem: Problem) -> bool:
     """True if torch picks one of several equal numbers, as a sort does, so that no pick is right.
 
     That is so if tiny changes of the inputs change torch's indices.
@@ -181,7 +193,7 @@ def is_picked(problem: Problem) -> bool:
 
 def without_biases(twin: torch.nn.Module) -> torch.nn.Module:
     """A copy whose biases are zero, so that inputs of zeros stay zeros in inner layers."""
-    twin = twin_in(twin, "float64")
+    twin = twin_in_dtype(twin, "float64")
     with torch.no_grad():
         for name, weight in twin.named_parameters():
             if "bias" in name.rpartition(".")[2]:
@@ -197,7 +209,7 @@ def measure_edges(
     for name, edge, is_defined in edges(problem):
         try:
             reference = TorchReference(edge.twin).run(edge)
-            if not_a_number(reference.oracle, "torch"):
+            if not_finite(reference.oracle, "torch"):
                 notes.append(f"edge inputs, {name}: not compared, torch's results are not finite")
                 continue
             report = measure(edge, reference, ["float64"], platform, jax_side=jax_side)
@@ -214,7 +226,7 @@ def measure_edges(
         ]
         if not is_defined:
             notes += found
-        elif found and is_picked(edge):
+        elif found and picks_among_equals(edge):
             notes += [f"{fault}; torch picks one of several equals there" for fault in found]
         else:
             faults += found

@@ -1,13 +1,12 @@
 """Faults other than numerical errors, and notes on the limits of a comparison."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.jax_program import Found, is_library
+from parity_tests.engine.candidates.jax_program import ProgramFacts, first_of, is_library
 from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
 
@@ -25,7 +24,7 @@ def channels_last(shape: Shape) -> Shape:
     return (*shape[:1], *shape[2:], *shape[1:2])
 
 
-def other_order(first_shape: Shape, last_shape: Shape) -> str:
+def advice_on_axes(first_shape: Shape, last_shape: Shape) -> str:
     """Advice on moving the channels if the second shape is the first with its channels last.
 
     Empty if it is not.
@@ -37,26 +36,6 @@ def other_order(first_shape: Shape, last_shape: Shape) -> str:
         f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
         "`call` or in the function"
     )
-
-
-def not_a_number(results: Results, side: str) -> list[str]:
-    """Faults for results of the reference that contain NaN."""
-    return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
-        for group, named in results.items()
-        for name, array in named.items()
-        if (count := np.count_nonzero(np.isnan(array)))
-    ]
-
-
-def overflows(oracle: Results, results: Results, side: str) -> list[str]:
-    """Faults for results of the reference that are finite in float64 but not in another dtype."""
-    return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
-        for group, named in results.items()
-        for name, array in named.items()
-        if (count := np.count_nonzero(~np.isfinite(array) & np.isfinite(oracle[group][name])))
-    ]
 
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
@@ -77,8 +56,8 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
             array = actual[name]
             if array.shape != like.shape:
                 fault = f"shape {like.shape} in {reference}, {array.shape} in {model}"
-                fault += other_order(like.shape, array.shape)
-            elif kind(array) != kind(like):
+                fault += advice_on_axes(like.shape, array.shape)
+            elif kind_of_numbers(array) != kind_of_numbers(like):
                 fault = f"{like.dtype} in {reference}, {array.dtype} in {model}"
             elif not only_floating({"": like}) and (count := np.count_nonzero(array != like)):
                 fault = f"{count} of {array.size} {like.dtype} differ"
@@ -88,14 +67,14 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
     return faults
 
 
-def kind(array: np.ndarray) -> str:
+def kind_of_numbers(array: np.ndarray) -> str:
     """The kind of the array's numbers: complex, real or integer. Booleans count as integers."""
     kinds = {"complex": jnp.complexfloating, "real": jnp.floating}
     return next((k for k, t in kinds.items() if jnp.issubdtype(array.dtype, t)), "integer")
 
 
-def other_dtypes(
-    of_reference: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
+def dtype_faults(
+    of_reference: Mapping[Any, Any], facts: ProgramFacts, dtype: str, sides: tuple[str, str]
 ) -> list[str]:
     """Faults for results in another dtype than requested, unless the reference has the same dtype.
 
@@ -104,11 +83,11 @@ def other_dtypes(
     may do the same. A final state may have more digits than requested.
     """
     requested = {dtype, COMPLEX[dtype]}
-    if dtype == "float64" and (found.x64_error or any(map(is_library, found.casts))):
+    if dtype == "float64" and (facts.x64_error or any(map(is_library, facts.casts))):
         return []
     return [
         f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"
-        for (group, name), actual in found.dtypes.items()
+        for (group, name), actual in facts.dtypes.items()
         if jnp.issubdtype(actual, jnp.inexact)
         and str(actual) not in requested
         and actual != of_reference.get((group, name))
@@ -116,36 +95,30 @@ def other_dtypes(
     ]
 
 
-def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[str]:
+def notes_on(facts_by_dtype: Mapping[str, ProgramFacts], sides: tuple[str, str]) -> Iterator[str]:
     """Notes on casts that float64 ignores, on operations without float64, and on omitted parts."""
     reference, model = sides
-    found = found_in.get("float64")
-    if found is not None and found.casts:
+    facts = facts_by_dtype.get("float64")
+    if facts is not None and facts.casts:
         yield (
             f"{model} casts to less than float64: float64 is compared without these casts: "
-            f"{first_of(found.casts)}"
+            f"{first_of(facts.casts)}"
         )
-    if found is not None and found.x64_error:
+    if facts is not None and facts.x64_error:
         yield (
             f"{model} is traced without x64, and its program runs in float64: with x64 it raises "
-            f"{found.x64_error:.120}"
+            f"{facts.x64_error:.120}"
         )
-    if found is not None and found.stays:
+    if facts is not None and facts.coarse_operations:
         yield (
             f"{model} computes in less than float64 whatever its inputs are, so a fault below that "
-            f"rounding cannot be seen: {first_of(found.stays)}"
+            f"rounding cannot be seen: {first_of(facts.coarse_operations)}"
         )
-    draws = dict.fromkeys(place for each in found_in.values() for place in each.draws)
+    draws = dict.fromkeys(place for each in facts_by_dtype.values() for place in each.draws)
     if draws and reference == "torch":
         yield f"JAX draws random numbers, which differ from torch's: {first_of(draws)}"
-    if any(each.padding for each in found_in.values()):
+    if any(each.has_padding_gradient for each in facts_by_dtype.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "
             "are not compared"
         )
-
-
-def first_of(places: Iterable[str]) -> str:
-    """The first of some lines of code, shortened, and the number of the others."""
-    first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
-    return first + (f", and {len(others)} more" if others else "")

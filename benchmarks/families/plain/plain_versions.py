@@ -1,0 +1,138 @@
+"""The scan or the expression that you would write first, for each operator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def over_time(step: Callable, state: Any, xs: Any) -> jax.Array:
+    """`lax.scan` over arrays (batch, time, …)."""
+    by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), xs)
+    return jnp.swapaxes(jax.lax.scan(step, state, by_time)[1], 0, 1)
+
+
+def zeros(x: jax.Array, *features: int) -> jax.Array:
+    """The state of each row of x before the first step."""
+    return jnp.zeros((x.shape[0], *features), x.dtype)
+
+
+def plain_delta_rule(r, log_w, k, v, a, b):
+    """`S_t = S_{t−1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ`, `y_t = S_t r_t`."""
+
+    def step(s, x):
+        r, log_w, k, v, a, b = x
+        read = jnp.einsum("bhij,bhj->bhi", s, a)
+        s = s * jnp.exp(log_w)[..., None, :] + read[..., None] * b[..., None, :]
+        s = s + v[..., None] * k[..., None, :]
+        return s, jnp.einsum("bhij,bhj->bhi", s, r)
+
+    return over_time(step, zeros(k, k.shape[2], *k.shape[3:] * 2), (r, log_w, k, v, a, b))
+
+
+def plain_wkv6(r, log_w, k, v, u):
+    """`y_t = (S_{t−1} + v_t (u ⊙ k_t)ᵀ) r_t`, `S_t = S_{t−1} diag(w_t) + v_t k_tᵀ`."""
+
+    def step(s, x):
+        r, log_w, k, v = x
+        now = v[..., None] * k[..., None, :]
+        y = jnp.einsum("bhij,bhj->bhi", s + u[..., None, :] * now, r)
+        return s * jnp.exp(log_w)[..., None, :] + now, y
+
+    return over_time(step, zeros(k, k.shape[2], *k.shape[3:] * 2), (r, log_w, k, v))
+
+
+def plain_wkv(k, v, w, u):
+    """The average with a running maximum of the exponents, as in RWKV's own code."""
+
+    def step(state, x):
+        (num, den, largest), (k, v) = state, x
+        q = jnp.maximum(largest, u + k)
+        past, now = jnp.exp(largest - q), jnp.exp(u + k - q)
+        y = (past * num + now * v) / (past * den + now)
+        q = jnp.maximum(largest - w, k)
+        past, now = jnp.exp(largest - w - q), jnp.exp(k - q)
+        return (past * num + now * v, past * den + now, q), y
+
+    empty = zeros(k, k.shape[2])
+    return over_time(step, (empty, empty, empty - 1e38), (k, v))
+
+
+def plain_linear_recurrence(a, b):
+    """`h_t = a_t ⊙ h_{t−1} + b_t`."""
+
+    def step(h, x):
+        a, b = x
+        h = a * h + b
+        return h, h
+
+    return over_time(step, zeros(b, b.shape[2]), (a, b))
+
+
+def plain_min_gru(x, kernel, bias):
+    """`h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ h̃_t`."""
+    gate, candidate = jnp.split(x @ kernel + bias, 2, axis=-1)
+    z = jax.nn.sigmoid(gate)
+    return plain_linear_recurrence(1 - z, z * candidate)
+
+
+def plain_min_lstm(x, kernel, bias):
+    """`h_t = f'_t ⊙ h_{t−1} + i'_t ⊙ h̃_t`, the gates divided by their sum."""
+    f, i, candidate = jnp.split(x @ kernel + bias, 3, axis=-1)
+    f, i = jax.nn.sigmoid(f), jax.nn.sigmoid(i)
+    return plain_linear_recurrence(f / (f + i), i / (f + i) * candidate)
+
+
+def plain_gated(cell, states: int, *, hoisted: bool):
+    """A scan of `cell(of_x, of_h, *state)`. If `hoisted`, the products of x precede the scan."""
+
+    def plain(x, kernel_ih, kernel_hh, bias_ih, bias_hh):
+        def of_x(x):
+            return x @ kernel_ih + bias_ih
+
+        def step(state, x):
+            state = cell(x if hoisted else of_x(x), state[0] @ kernel_hh + bias_hh, *state)
+            return state, state[0]
+
+        state = [zeros(x, kernel_hh.shape[0])] * states
+        return over_time(step, tuple(state), of_x(x) if hoisted else x)
+
+    return plain
+
+
+def lstm_cell(of_x, of_h, _, c):
+    """The LSTM of torch."""
+    i, f, g, o = jnp.split(of_x + of_h, 4, axis=-1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def gru_cell(of_x, of_h, h):
+    """The GRU of torch."""
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = (jnp.split(a, 3, axis=-1) for a in (of_x, of_h))
+    r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
+    return ((1 - z) * jnp.tanh(n_x + r * n_h) + z * h,)
+
+
+def rnn_cell(of_x, of_h, _):
+    """The RNN of torch."""
+    return (jnp.tanh(of_x + of_h),)
+
+
+def plain_modal_conv(v, poles, residues, skip):
+    """`s_t = λ ⊙ s_{t−1} + v_t`, `y_t = Re Σ_n R_n s_{t,n} + skip ⊙ v_t`."""
+    poles, residues = (jax.lax.complex(a[..., 0], a[..., 1]) for a in (poles, residues))
+
+    def step(s, v):
+        s = poles * s + v[..., None]
+        return s, (residues * s).real.sum(axis=-1) + skip * v
+
+    return over_time(step, zeros(v, *poles.shape).astype(poles.dtype), v)
+
+
+def plain_local_attention(q, k, v, window):
+    """JAX's attention over the same keys."""
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=(window.size - 1, 0)
+    )
