@@ -112,9 +112,9 @@ MUTATIONS = [
             ("norm after the gate", f"{LAYER}.GatedDeltaNet.gated", norm_after_gate),
         )
     ),
-    forward("taps reversed", "GatedDeltaNet", plant=edited(taps_reversed)),
+    forward("taps reversed", "GatedDeltaNet", plant=edited(taps_reversed), culprit=""),
     forward("rates without the factor 2", OF_OLMO, plant=edited(with_small_rates)),
-    forward("epsilon of the config", OF_OLMO, plant=edited(epsilon_of_config)),
+    forward("epsilon of the config", OF_OLMO, plant=edited(epsilon_of_config), culprit="o_norm"),
     *mask_ignored("GatedDeltaNet", OPERATOR),
     *mask_ignored("GatedDeltaNet by chunks", "jax_models.ops.causal_conv"),
 ]

@@ -73,7 +73,8 @@ class GatedDeltaNet(nn.Module):
         qkv, z, b, a = self.projected(x)
         # The short convolution.
         window = torch.cat([window.to(x.dtype), qkv.mT], dim=-1)
-        q, k, v = F.silu(self.conv1d(window)).mT.split(self.sizes, dim=-1)
+        convolved = F.conv1d(window, self.conv1d.weight, groups=sum(self.sizes))
+        q, k, v = F.silu(convolved).mT.split(self.sizes, dim=-1)
         q, k = (y.unflatten(-1, (self.key_heads, self.key_features)) for y in (q, k))
         v, z = (y.unflatten(-1, (self.heads, self.value_features)) for y in (v, z))
         # The queries and keys of each value head, its decay and its rate.
