@@ -35,7 +35,13 @@ from jax_models.options import FloatingDtype, Index
 from train.optimizer import OptimizerConfig
 
 INTEGERS = (int, int | None)
-COUNTS = {"num_heads": 2, "num_blocks": 2, "num_groups": 2}
+COUNTS = {
+    "num_heads": 2,
+    "num_blocks": 2,
+    "num_groups": 2,
+    "num_key_heads": 2,
+    "num_value_heads": 2,
+}
 """Values of required arguments that are not widths."""
 
 
@@ -178,6 +184,9 @@ REFUSED = [
             ("RWKV6Block", {"head_size": 5}),
             ("RWKV7Block", {"head_size": 5}),
             ("RWKVBlock", {"layer_index": 3, "num_layers": 3}),
+            ("GatedDeltaNet", {"num_key_heads": 4}),
+            ("GatedDeltaNet", {"epsilon": 0.0}),
+            ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
             ("RGLRU", {"epsilon": 1e-6}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),
             ("GriffinBlock", {"out_variance": 0.5, "kernel_init": nnx.initializers.zeros}),
