@@ -137,7 +137,8 @@ OF_OTHERS = [
     ("LayerNorm: eps: not offered: ε is fixed;", lambda **k: LayerNorm(3, eps=1e-5, **k)),
     ("RMSNorm: eps: .* epsilon", lambda **k: RMSNorm(3, eps=1e-5, **k)),
     ("BatchNorm: eps: .* epsilon", lambda **k: BatchNorm(3, eps=1e-5, **k)),
-    ("generate: top_p: .*; tokens are", lambda **k: generate(None, None, 3, key=0, top_p=0.9)),
+    ("generate: min_p: .*; tokens are", lambda **k: generate(None, None, 3, key=0, min_p=0.9)),
+    ("generate: attention_mask: .* mask", lambda **k: generate(None, None, 3, attention_mask=0)),
     ("from_torch: strict: .*; every key", lambda **k: from_torch(None, {}, strict=False)),
 ]
 
