@@ -1,5 +1,6 @@
 """Chunks of the gated delta rule as matrix products, and a scan over the chunks."""
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -53,7 +54,8 @@ class Keys(NamedTuple):
         return GatedSteps(q, k, v, log_decay, beta)
 
 
-class Chunk(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunk:
     """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
 
     S₀ is the state before the chunk. Of the decays α, D_ti is the product over the steps
@@ -71,8 +73,9 @@ class Chunk(NamedTuple):
     whole: int
     """The `whole` of `inverse_of_steps`."""
 
-    def __call__(self, state: Array, q, k, v, log_decay, beta) -> tuple[Array, tuple[Array]]:
+    def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
         """Returns the state after the steps, and their outputs."""
+        q, k, v, log_decay, beta = xs
         size = k.shape[-2]
         t, i = step_and_other(size)
         until = (i <= t).astype(k.dtype)

@@ -54,15 +54,25 @@ def gated_delta_rule(
         state: S before the first step. None: zero.
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
-        method: as in `delta_rule`.
+        method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
+            matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
+            kernel of a TPU, and "pallas_interpreted" runs that kernel in an interpreter. "auto" is
+            sequential with fewer than 64 steps or a symbolic number of steps, and chunked
+            otherwise. All methods compute in at least float32, with the highest precision on a TPU.
+            For the backward pass, "chunked" and the kernels store one state every 64 steps. Unless
+            the method is sequential or `reset` is given, a NaN also reaches the outputs of up to 63
+            steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
-            restarts from zero.
+            restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
+            what they do to a state, and once from the state that the devices before it found.
 
     Returns:
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: as in `delta_rule`.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
+            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
+            device, dtype, division over devices or head size.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, heads is no multiple of key_heads, a length lies outside 0 …
             time, or there is no such method.
@@ -106,14 +116,15 @@ def _compiled(
     low = xs.log_decay < LOWEST_LOG_DECAY
     xs = xs._replace(log_decay=jnp.where(low, LOWEST_LOG_DECAY, xs.log_decay))
     xs = jax.tree.map(rows.masked, xs)
-    if rows.reset is None:
+    restart = rows.reset
+    if restart is None:
         return _by_method(method, keys, xs, state)
 
     def restarted(xs, state):
-        log_decay = jnp.where(rows.reset[..., None, None], LOWEST_LOG_DECAY, xs.log_decay)
+        log_decay = jnp.where(restart[..., None, None], LOWEST_LOG_DECAY, xs.log_decay)
         return _by_method(method, keys, xs._replace(log_decay=log_decay), state)
 
-    return isolated(restarted, xs, state, rows.reset)
+    return isolated(restarted, xs, state, restart)
 
 
 def _by_method(
