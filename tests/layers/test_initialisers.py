@@ -49,7 +49,8 @@ def expected(path):
 def test_axis_names_reach_the_parameters_and_stay(name):
     assert set(specs(nnx.eval_shape(partial(build, name))).values()) == {P()}
     with nnx.use_eager_sharding(False):
-        layer = nnx.eval_shape(partial(build, name, **partitioned(name)))
+        biases = {"use_bias": True, "out_bias": True} if name == "Attention" else {}
+        layer = nnx.eval_shape(partial(build, name, **biases, **partitioned(name)))
         names = specs(layer)
         assert names == {path: expected(path) for path in names}
         assert P(None, "model") in names.values()
