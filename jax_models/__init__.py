@@ -14,6 +14,7 @@ from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
 from jax_models.layers.bidirectional import *
 from jax_models.layers.conv import *
+from jax_models.layers.gated_delta_net import *
 from jax_models.layers.griffin import *
 from jax_models.layers.gru import *
 from jax_models.layers.hawk import *
@@ -37,6 +38,7 @@ from jax_models.layers.rwkv6 import *
 from jax_models.layers.rwkv7 import *
 from jax_models.layers.rwkv_parts import *
 from jax_models.layers.self_attention import *
+from jax_models.layers.short_convolution import *
 from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.generation import *
@@ -46,7 +48,10 @@ from jax_models.models.hawk import *
 from jax_models.models.hippogriff import *
 from jax_models.models.hyena_dna import *
 from jax_models.models.language_model import *
+from jax_models.models.lfm2 import *
 from jax_models.models.load import *
+from jax_models.models.olmo_hybrid import *
+from jax_models.models.qwen3_5 import *
 from jax_models.models.rnn import *
 from jax_models.models.rwkv import *
 from jax_models.models.rwkv6 import *

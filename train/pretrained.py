@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,16 +12,19 @@ from numpy.typing import ArrayLike
 from jax_models import LanguageModel, LanguageModelConfig, load_pretrained
 from jax_models.weights.checkpoint import json_object
 from train.published_vocabulary import PUBLISHED, World
-from train.tokens import Tokens, until_end
+from train.tokens import Tokens
 from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, error_in_one_line
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
 
 class Numbers:
     """A vocabulary whose text is the tokens themselves, as integers."""
+
+    ends = ()
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of integers that are separated by spaces."""
@@ -44,16 +48,12 @@ class CheckpointTokens(Subwords):
 
     def __init__(self, folder: Path):
         super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"))
-        self.ends = _ends(folder)
+        self.ends = tuple(_ends(folder))
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of a text, int32, with the special tokens that the tokenizer adds."""
         return np.array(self.tokenizer.encode(text).ids, np.int32)
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """Decodes tokens piece by piece, up to the end of the text."""
-        return super().pieces(until_end(tokens, *self.ends))
 
 
 def read_model(path: Path) -> LanguageModel:
@@ -103,6 +103,13 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
         raise CommandLineError(f"--prompt: {error} (or {OR_TOKENS})") from None
 
 
+def plain_tokens(vocabulary: Tokens, text: str, name: str) -> np.ndarray:
+    """The tokens of a text, without the special tokens that a checkpoint's tokenizer adds."""
+    if isinstance(vocabulary, CheckpointTokens):
+        return Subwords.encode(vocabulary, text, name)
+    return vocabulary.encode(text, name)
+
+
 @contextlib.contextmanager
 def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
     """Turns an error about a checkpoint into one line that names the flag and the path."""
@@ -115,10 +122,25 @@ def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
         raise CommandLineError(f"{flag}{path}: {error_in_one_line(error)}") from None
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens of the tokenizer in a folder, by names such as `eos_token`."""
+    known = optional_json(folder / SPECIAL_TOKENS) | optional_json(folder / TOKENIZER_CONFIG)
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in known.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which is empty if the file does not exist."""
+    return json_object(path) if path.exists() else {}
+
+
 def _ends(folder: Path) -> list[int]:
     """The tokens that end a text."""
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        ends = json_object(path).get("eos_token_id") if path.exists() else None
+    for name in ("generation_config.json", "config.json"):
+        ends = optional_json(folder / name).get("eos_token_id")
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]
     return []
