@@ -14,6 +14,7 @@ from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
 from jax_models.layers.bidirectional import *
 from jax_models.layers.conv import *
+from jax_models.layers.gated_delta_net import *
 from jax_models.layers.griffin import *
 from jax_models.layers.gru import *
 from jax_models.layers.hawk import *
@@ -36,6 +37,8 @@ from jax_models.layers.rwkv import *
 from jax_models.layers.rwkv6 import *
 from jax_models.layers.rwkv7 import *
 from jax_models.layers.rwkv_parts import *
+from jax_models.layers.self_attention import *
+from jax_models.layers.short_convolution import *
 from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.generation import *

@@ -6,6 +6,7 @@ The public names are those that the modules below list in their `__all__`.
 from torch_ref.layers.attention import *
 from torch_ref.layers.bidirectional import *
 from torch_ref.layers.conv import *
+from torch_ref.layers.gated_delta_net import *
 from torch_ref.layers.griffin import *
 from torch_ref.layers.gru import *
 from torch_ref.layers.hawk import *
@@ -27,6 +28,8 @@ from torch_ref.layers.rnn import *
 from torch_ref.layers.rwkv import *
 from torch_ref.layers.rwkv6 import *
 from torch_ref.layers.rwkv7 import *
+from torch_ref.layers.self_attention import *
+from torch_ref.layers.short_convolution import *
 from torch_ref.layers.striped_hyena import *
 from torch_ref.models.generation import *
 from torch_ref.models.gp import *

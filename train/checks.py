@@ -45,6 +45,22 @@ def checked_paths(name: str, paths: Any) -> tuple[Path, ...]:
     return (checked_path(name, paths),)
 
 
+def checked_texts(name: str, texts: Any) -> tuple[str, ...]:
+    """Strings. None means no string, and a single string stands for a tuple of one."""
+    texts = () if texts is None else (texts,) if isinstance(texts, str) else texts
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name}: expected strings, got {texts!r}")
+    return tuple(texts)
+
+
+def checked_probability(name: str, value: Any) -> float:
+    """A number in 0 … 1."""
+    value = checked_number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected 0 … 1, got {value}")
+    return value
+
+
 def checked_seed(name: str, seed: Any) -> int:
     """An integer in 0 … 2³¹ − 1."""
     seed = checked_integer(name, seed)
@@ -54,8 +70,10 @@ def checked_seed(name: str, seed: Any) -> int:
 
 
 Paths = Annotated[tuple[Path, ...], checked_paths]
+Texts = Annotated[tuple[str, ...], checked_texts]
 Positive = Annotated[float, checked_positive]
 NotNegative = Annotated[float, checked_not_negative]
 Betas = Annotated[tuple[float, float], checked_betas]
+Probability = Annotated[float, checked_probability]
 Decay = Annotated[float, checked_decay]
 Seed = Annotated[int, checked_seed]

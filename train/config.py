@@ -14,7 +14,7 @@ from jax_models import LanguageModelConfig, RNNLanguageModelConfig
 from jax_models.entry_points import broken_packages, by_name, failures_as_warnings
 from jax_models.models.architecture import ENTRY_POINTS, architectures
 from jax_models.options import CheckedFields
-from train.checks import Paths, Positive, Seed
+from train.checks import Paths, Positive, Seed, Texts
 from train.mesh import MeshConfig
 from train.optimizer import OptimizerConfig
 
@@ -48,6 +48,10 @@ class TrainConfig(CheckedFields):
     """Where the initial weights come from. The folder of a run also gives the defaults of the
     options and the vocabulary; a checkpoint (a file or folder, as `generate --weights` takes it)
     gives the defaults of the model and the tokenizer. None: random weights."""
+    freeze: Texts = ()
+    """Regular expressions. The parameters whose path, such as blocks.0.mlp.up_proj.kernel, contains
+    a match keep their initial values: embedding matches the embedding, and ^(?!head) all parameters
+    except the head."""
     text: Paths = ()
     """UTF-8 files, or folders of them. Each file is a document, and so is the "text" of each line
     of a .jsonl file. None: the sentence "All work and no play makes Jack a doll boy." ten times."""

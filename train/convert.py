@@ -35,6 +35,7 @@ BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
+    "chat_template.jinja",
 )
 """Files of a checkpoint's folder that do not depend on the layout of the weights."""
 

@@ -8,17 +8,20 @@ if __name__ == "__main__":
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
+import tyro
 
 from jax_models import LanguageModel, stream
 from jax_models.options import CheckedFields
-from train.checks import NotNegative, Seed
+from train.chat import ChatTemplate
+from train.checks import NotNegative, Positive, Probability, Seed, Texts
 from train.mesh import no_mesh
-from train.pretrained import Numbers, read_model, tokens_of
+from train.pretrained import Numbers, faults_of_checkpoint, plain_tokens, read_model, tokens_of
 from train.run import Run
-from train.tokens import Tokens
+from train.tokens import Tokens, until_end
 from train.vocabulary import first_token
 from twinscan.command_line import CommandLineError, NonFiniteError, parse
 
@@ -34,17 +37,30 @@ class Arguments(CheckedFields):
     weights: Path | None = None
     """A published checkpoint instead of a run: a file or a folder that load_pretrained can read,
     such as RWKV's .pth or the folder of transformers' RecurrentGemma."""
-    prompt: str | None = None
-    """The text to continue. By default, a run's model continues its end-of-text token, or else the
-    first token of its vocabulary."""
+    prompt: Annotated[Texts, tyro.conf.UseAppendAction] = ()
+    """The text to continue. Several prompts, each after a --prompt, are continued together. By
+    default, a run's model continues its end-of-text token, or else the first token of its
+    vocabulary."""
     prompt_tokens: str | None = None
     """The tokens to continue, as integers separated by spaces. The output is tokens, too."""
+    chat: bool = False
+    """Treat each prompt as a message to a chat model, and print its answer. The checkpoint's folder
+    has the chat template."""
+    system: str | None = None
+    """The system message that precedes each prompt of a --chat."""
     num_tokens: int = 500
     """The largest number of tokens to write. An end-of-text token stops the output earlier."""
+    stop: Annotated[Texts, tyro.conf.UseAppendAction] = ()
+    """A token that ends the output, such as "<|im_end|>", in addition to the model's end-of-text
+    tokens. Several can be given, each after a --stop."""
     temperature: NotNegative = 1.0
     """Divides the logits: above 1 flattens the distribution, below 1 sharpens it."""
     top_k: int | None = None
     """Sample from the k likeliest tokens only."""
+    top_p: Probability | None = None
+    """Sample only from the fewest tokens whose probabilities sum to this number or more."""
+    repetition_penalty: Positive = 1.0
+    """Above 1 makes tokens less likely that occur in the prompt or have been written already."""
     greedy: bool = False
     """Always take the likeliest token."""
     seed: Seed = 0
@@ -55,58 +71,119 @@ class Arguments(CheckedFields):
         super().__post_init__()
         if (self.run is None) == (self.weights is None):
             raise ValueError("expected exactly one of --run and --weights")
-        if self.prompt == "":
+        if "" in self.prompt:
             raise ValueError("prompt: expected at least one character")
         if self.prompt_tokens is not None and not self.prompt_tokens.strip():
             raise ValueError("prompt_tokens: expected at least one token")
-        if self.prompt is not None and self.prompt_tokens is not None:
+        if self.prompt and self.prompt_tokens is not None:
             raise ValueError("expected at most one of --prompt and --prompt-tokens")
-        if self.weights is not None and self.prompt is self.prompt_tokens is None:
+        if self.weights is not None and not self.prompt and self.prompt_tokens is None:
             raise ValueError("weights: expected with --prompt or --prompt-tokens")
-        if self.greedy and (self.temperature != 1.0 or self.top_k is not None):
-            raise ValueError("greedy: expected without --temperature and --top-k")
+        if self.chat and (self.weights is None or not self.prompt):
+            raise ValueError("chat: expected with --weights and --prompt")
+        if self.system is not None and not self.chat:
+            raise ValueError("system: expected with --chat")
+        if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
+            raise ValueError("greedy: expected without --temperature, --top-k and --top-p")
+
+
+class Opened(NamedTuple):
+    """A model and the prompts that it continues."""
+
+    model: LanguageModel
+    vocabulary: Tokens
+    prompts: list[np.ndarray]
+    shown: list[str]
+    """What is printed before each continuation."""
 
 
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Prints the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)
-    model, vocabulary, prompt, tokens = _opened(arguments)
+    opened = _opened(arguments)
+    vocabulary = opened.vocabulary
+    extra = [_token(vocabulary, text) for text in arguments.stop]
+    ends = [end for end in vocabulary.ends if end < opened.model.config.vocab_size]
+    tokens, mask = padded_left(opened.prompts)
     try:
         continuation = stream(
-            model,
-            tokens[None],
+            opened.model,
+            tokens,
             arguments.num_tokens,
             key=jax.random.key(arguments.seed),
+            mask=mask,
             temperature=0.0 if arguments.greedy else arguments.temperature,
             top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            repetition_penalty=arguments.repetition_penalty,
+            stop_tokens=[*ends, *extra],
         )
     except ValueError as error:
         raise CommandLineError(str(error)) from None
-    print(prompt, end="", flush=True)
+    # A single text is printed as it is drawn, several are printed one after the other.
     try:
-        for piece in vocabulary.pieces(continuation):
-            print(piece, end="", flush=True)
+        if len(tokens) > 1:
+            rows = np.stack([*continuation], axis=1)
+        else:
+            rows = [(token[0] for token in continuation)]
+        for shown, row in zip(opened.shown, rows, strict=True):
+            print(shown, end="", flush=True)
+            try:
+                for piece in vocabulary.pieces(until_end(row, *extra)):
+                    print(piece, end="", flush=True)
+            finally:
+                print()
     except ValueError as error:
         raise NonFiniteError(str(error)) from None
-    finally:
-        print()
 
 
-def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str, np.ndarray]:
-    """The model, its vocabulary, and the prompt as text and as tokens."""
-    prompt, numbers = arguments.prompt, arguments.prompt_tokens
+def padded_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as rows of one length, padded with zeros on the left, and their mask."""
+    time = max(map(len, prompts))
+    rows = [np.pad(prompt, (time - len(prompt), 0)) for prompt in prompts]
+    masks = [np.arange(time) >= time - len(prompt) for prompt in prompts]
+    return np.stack(rows), np.stack(masks)
+
+
+def _token(vocabulary: Tokens, text: str) -> int:
+    """The token that a --stop names."""
+    tokens = plain_tokens(vocabulary, text, "--stop")
+    if len(tokens) != 1:
+        raise CommandLineError(
+            f"--stop: expected a single token, got {text!r}, which has {len(tokens)}"
+        )
+    return int(tokens[0])
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _opened(arguments: Arguments) -> Opened:
+    """The model, its vocabulary, and the prompts as tokens and as text."""
+    prompts, numbers = arguments.prompt, arguments.prompt_tokens
     run = None if arguments.run is None else Run.open(arguments.run)
     if run is not None:
         model, vocabulary = run.model(), run.vocabulary
     else:
         assert arguments.weights is not None
         model = read_model(arguments.weights)
-        vocabulary = Numbers() if prompt is None else tokens_of(model, arguments.weights)
+        vocabulary = tokens_of(model, arguments.weights) if prompts else Numbers()
     if numbers is not None:
-        return model, Numbers(), numbers, Numbers().encode(numbers, "--prompt-tokens")
-    if prompt is None:
+        return Opened(model, Numbers(), [Numbers().encode(numbers, "--prompt-tokens")], [numbers])
+    if not prompts:
         assert run is not None
         first = np.array([first_token(run.vocabulary)])
-        return model, vocabulary, "".join(vocabulary.pieces(first)), first
-    return model, vocabulary, prompt, vocabulary.encode(prompt, "--prompt")
+        return Opened(model, vocabulary, [first], ["".join(vocabulary.pieces(first))])
+    if not arguments.chat:
+        encoded = [vocabulary.encode(prompt, "--prompt") for prompt in prompts]
+        return Opened(model, vocabulary, encoded, [*prompts])
+    # The template writes all special tokens, so the tokenizer must add none.
+    assert arguments.weights is not None
+    with faults_of_checkpoint(arguments.weights, "--chat: "):
+        template = ChatTemplate(arguments.weights)
+        before = [] if arguments.system is None else [_message("system", arguments.system)]
+        texts = [template.render([*before, _message("user", prompt)]) for prompt in prompts]
+    encoded = [plain_tokens(vocabulary, text, "--prompt") for text in texts]
+    return Opened(model, vocabulary, encoded, [""] * len(texts))

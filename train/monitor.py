@@ -90,7 +90,10 @@ class Monitor:
         # The first lines describe the run and name the columns.
         before = run.last_num_devices
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
-        self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
+        trained, frozen = trainer.trainable.split(trainer.initial_params)
+        num_trained = sum(param.size for param in jax.tree.leaves(trained))
+        note = f", {num_trained:,} of them trained" if jax.tree.leaves(frozen) else ""
+        self._print(f"{devices.size} × {kind}, {num_params:,} parameters{note}")
         if before not in (None, devices.size):
             self._print(f"resumed from {before} devices: the results are equal up to rounding")
         self._print(

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from jax_models import LanguageModel, LanguageModelConfig, load_pretrained
 from jax_models.weights.checkpoint import json_object
 from train.published_vocabulary import PUBLISHED, World
-from train.tokens import Tokens, until_end
+from train.tokens import Tokens
 from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, error_in_one_line
 
@@ -21,6 +21,8 @@ OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
 class Numbers:
     """A vocabulary whose text is the tokens themselves, as integers."""
+
+    ends = ()
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of integers that are separated by spaces."""
@@ -44,16 +46,12 @@ class CheckpointTokens(Subwords):
 
     def __init__(self, folder: Path):
         super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"))
-        self.ends = _ends(folder)
+        self.ends = tuple(_ends(folder))
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of a text, int32, with the special tokens that the tokenizer adds."""
         return np.array(self.tokenizer.encode(text).ids, np.int32)
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """Decodes tokens piece by piece, up to the end of the text."""
-        return super().pieces(until_end(tokens, *self.ends))
 
 
 def read_model(path: Path) -> LanguageModel:
@@ -101,6 +99,13 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
         return PUBLISHED[name]()
     except ImportError as error:
         raise CommandLineError(f"--prompt: {error} (or {OR_TOKENS})") from None
+
+
+def plain_tokens(vocabulary: Tokens, text: str, name: str) -> np.ndarray:
+    """The tokens of a text, without the special tokens that a checkpoint's tokenizer adds."""
+    if isinstance(vocabulary, CheckpointTokens):
+        return Subwords.encode(vocabulary, text, name)
+    return vocabulary.encode(text, name)
 
 
 @contextlib.contextmanager

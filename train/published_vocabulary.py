@@ -37,6 +37,11 @@ class Published(CheckedFields):
         """The token that ends a document; None if the text is a single document."""
         return self.end if self.has_end else None
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The token that ends a text."""
+        return (self.end,)
+
     def fields(self) -> dict[str, Any]:
         """The fields that `vocabulary.from_fields` reads."""
         return {"published": self.name, "has_end": self.has_end}
@@ -69,7 +74,7 @@ class World(Published):
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """Decodes tokens, up to the end of the text. A token may end inside a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in until_end(tokens, self.end):
+        for token in until_end(tokens, *self.ends):
             yield decoder.decode(_trie().idx2token.get(token, b"\xff"))
         yield decoder.decode(b"", final=True)
 
@@ -105,7 +110,7 @@ class Nucleotides(Published):
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """Decodes tokens letter by letter, up to the end of the text."""
-        for token in until_end(tokens, self.end):
+        for token in until_end(tokens, *self.ends):
             known = self.first <= token < self.first + len(self.letters)
             yield self.letters[token - self.first] if known else "\N{REPLACEMENT CHARACTER}"
 

@@ -133,7 +133,8 @@ class Run:
         # A checkpoint may have another form of the optimizer's state, or paths of an older version.
         like = trainer.initial_state()
         likes = [like]
-        for form in state_layouts(like.optimizer_state, like.params):
+        trained, _ = trainer.trainable.split(like.params)
+        for form in state_layouts(like.optimizer_state, trained):
             likes.append(like._replace(optimizer_state=form))
         earlier = [old for each in likes for old in with_old_paths(each)]
         try:
@@ -151,7 +152,8 @@ class Run:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
             print(f"{fault}; resuming from step {int(state.step)} instead", file=sys.stderr)
-        optimizer_state = convert_state(state.optimizer_state, state.params, like.optimizer_state)
+        trained, _ = trainer.trainable.split(state.params)
+        optimizer_state = convert_state(state.optimizer_state, trained, like.optimizer_state)
         return state._replace(optimizer_state=optimizer_state)
 
     def model(self) -> LanguageModel:
@@ -308,6 +310,7 @@ def build_trainer(
             accumulate=config.accumulate,
             seed=config.seed,
             end_of_text=None if vocabulary is None else vocabulary.end_of_text,
+            freeze=config.freeze,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(with_flag(str(error))) from None

@@ -17,7 +17,8 @@ from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import Index, checked_options
 from train.accumulation import accumulate_gradients
-from train.checks import Seed
+from train.checks import Seed, Texts
+from train.freeze import trainable
 from train.mesh import (
     BATCH_AXES,
     DATA,
@@ -44,7 +45,9 @@ class TrainState(NamedTuple):
     def averaged_params(self) -> nnx.State:
         """The parameters to evaluate and export: their average, if there is one."""
         state = self.optimizer_state
-        return state.params if isinstance(state, AveragedState) else self.params
+        if not isinstance(state, AveragedState):
+            return self.params
+        return nnx.merge_state(self.params, state.params)  # frozen parameters have no average
 
 
 class Measures(NamedTuple):
@@ -78,12 +81,13 @@ class Trainer:
 
     The mesh axis `data` divides the rows of a batch, `sequence` their time, and `model` the wide
     projections. With `fully_sharded`, the devices also divide the parameters and the optimizer's
-    state.
+    state. The parameters whose paths match one of the regular expressions `freeze` keep their
+    values, and have neither gradients nor a state of the optimizer.
 
     Raises:
         NotImplementedError: the model cannot divide its time axis, or cannot reset its state.
-        ValueError: no layer declares an axis for `model` to divide, or `model` does not divide one
-            evenly.
+        ValueError: a pattern of `freeze` matches no parameter, or all parameters are frozen; no
+            layer declares an axis for `model` to divide, or `model` does not divide one evenly.
 
     """
 
@@ -98,11 +102,13 @@ class Trainer:
         seed: Seed,
         accumulate: int = 1,
         end_of_text: Index | None = None,
+        freeze: Texts = (),
     ):
         self.mesh = mesh
         self.accumulate = accumulate
         self.losses = partial(token_losses, end_of_text=end_of_text)
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
+        self.trainable = trainable(self.initial_params, freeze)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
         self.specs = param_specs(model, mesh, fully_sharded=fully_sharded)
@@ -131,7 +137,8 @@ class Trainer:
         `jax.device_put` would not copy the arrays on the first device, even with `may_alias=False`.
         """
         params = self.initial_params
-        state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        trained, _ = self.trainable.split(params)
+        state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(trained))
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self.shardings(state))
         return copied(state)
 
@@ -142,7 +149,7 @@ class Trainer:
             self.optimizer,
             lambda _, spec: spec,
             state.optimizer_state,
-            specs,
+            self.trainable.split(specs)[0],
             transform_non_params=lambda _: P(),
         )
         on_mesh = partial(NamedSharding, self.mesh)
@@ -189,34 +196,40 @@ class Trainer:
         batch, but not on the number of devices.
         """
 
-        def loss_fn(params, key, inputs, targets):
-            model = self._local_model(params)
+        def loss_fn(trained, frozen, key, inputs, targets):
+            model = self._local_model(self.trainable.join(trained, frozen))
             nnx.reseed(model, default=key)
             return jnp.mean(self.losses(model, inputs, targets))
 
-        def mean_loss_and_gradient(params, step, inputs, targets):
+        def mean_loss_and_gradient(trained, frozen, step, inputs, targets):
             key = jax.random.fold_in(self.dropout_key, step)
-            loss_and_gradient = accumulate_gradients(jax.value_and_grad(loss_fn))
-            loss, gradient = loss_and_gradient(params, key, inputs, targets)
+            loss_and_gradient = jax.value_and_grad(loss_fn)
+            loss, gradient = accumulate_gradients(
+                lambda trained, *batch: loss_and_gradient(trained, frozen, *batch)
+            )(trained, key, inputs, targets)
             return self._mean(loss), self._mean_gradient(gradient)
 
         # Each device computes on its part of the batch.
+        trained, frozen = self.trainable.split(state.params)
+        trained_specs, frozen_specs = self.trainable.split(self._local_specs())
         parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
         of_batch = P(None, *BATCH_AXES)
         loss, gradient = jax.shard_map(
             mean_loss_and_gradient,
-            in_specs=(self._local_specs(), P(), of_batch, of_batch),
-            out_specs=(P(), self._local_specs()),
+            in_specs=(trained_specs, frozen_specs, P(), of_batch, of_batch),
+            out_specs=(P(), trained_specs),
             **self._shard_map_options(),
-        )(state.params, state.step, parts[..., :-1], parts[..., 1:])
+        )(trained, frozen, state.step, parts[..., :-1], parts[..., 1:])
         # Update the parameters where they are stored, unless a number is not finite.
-        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings(state).params)
+        shardings, _ = self.trainable.split(self.shardings(state).params)
+        gradient = jax.lax.with_sharding_constraint(gradient, shardings)
         measures = Measures(loss, optax.tree.norm(gradient))
-        before = state.params, state.optimizer_state
-        after = apply_gradient(self.optimizer, gradient, state.optimizer_state, state.params)
+        before = trained, state.optimizer_state
+        after = apply_gradient(self.optimizer, gradient, state.optimizer_state, trained)
         is_finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.gradient_norm)
-        after = jax.tree.map(partial(jnp.where, is_finite), after, before)
-        state = TrainState(state.step + 1, *after)
+        trained, optimizer_state = jax.tree.map(partial(jnp.where, is_finite), after, before)
+        params = self.trainable.join(trained, frozen)
+        state = TrainState(state.step + 1, params, optimizer_state)
         return jax.lax.with_sharding_constraint(state, self.shardings(state)), measures
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -290,7 +303,7 @@ class Trainer:
             is_sum = gathered_axis(spec) is not None
             return gradient / count if is_sum else self._mean(gradient)
 
-        return jax.tree.map(mean, self._local_specs(), gradient)
+        return jax.tree.map(mean, self.trainable.split(self._local_specs())[0], gradient)
 
     def _mean(self, x: Array) -> Array:
         """The mean over the devices of the batch axes.

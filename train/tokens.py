@@ -11,6 +11,11 @@ from numpy.typing import ArrayLike
 class Tokens(Protocol):
     """A vocabulary: it maps texts to tokens, and tokens to text."""
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        ...
+
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of a text. Errors call the text `name`."""
         ...
@@ -20,7 +25,7 @@ class Tokens(Protocol):
         ...
 
 
-def until_end(tokens: Iterable[ArrayLike], *ends: int | None) -> Iterator[int]:
+def until_end(tokens: Iterable[ArrayLike], *ends: int) -> Iterator[int]:
     """The tokens as integers, up to the first one that ends a text."""
     numbers = (int(np.ravel(token)[0]) for token in tokens)
     return itertools.takewhile(lambda token: token not in ends, numbers)

@@ -58,6 +58,11 @@ class Characters(CheckedFields):
         """The last token; None if the text is a single document."""
         return len(self.characters) if self.has_end else None
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The token that ends a document, if there is one."""
+        return (len(self.characters),) if self.has_end else ()
+
     def fields(self) -> dict[str, Any]:
         """The fields that `from_fields` reads."""
         return {CHARACTERS: self.characters, "has_end": self.has_end}
@@ -87,7 +92,7 @@ class Characters(CheckedFields):
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """Decodes tokens piece by piece, up to the end of the text."""
-        return map(self.decode, until_end(tokens, self.end_of_text))
+        return map(self.decode, until_end(tokens, *self.ends))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,11 @@ class Bytes(CheckedFields):
         """Token 256; None if the text is a single document."""
         return 256 if self.has_end else None
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The token that ends a document, if there is one."""
+        return (256,) if self.has_end else ()
+
     def fields(self) -> dict[str, Any]:
         """The fields that `from_fields` reads."""
         return {BYTES: True, "has_end": self.has_end}
@@ -116,7 +126,7 @@ class Bytes(CheckedFields):
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """Decodes tokens piece by piece, up to the end of the text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in until_end(tokens, self.end_of_text):
+        for token in until_end(tokens, *self.ends):
             yield decoder.decode(bytes([token]) if token < 256 else b"\xff")
         yield decoder.decode(b"", final=True)
 
@@ -153,6 +163,7 @@ class Subwords:
             raise ValueError(f"the tokenizer has no token {end!r}")
         self.end = end or next((name for name in ENDS_OF_TEXT if name in numbers), None)
         self.end_of_text: int | None = None if self.end is None else numbers[self.end]
+        self.ends: tuple[int, ...] = () if self.end is None else (numbers[self.end],)
         self._size = max(numbers.values()) + 1
 
     def __eq__(self, other: object) -> bool:
@@ -177,7 +188,7 @@ class Subwords:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
-        for token in until_end(tokens, self.end_of_text):
+        for token in until_end(tokens, *self.ends):
             yield stream.step(self.tokenizer, token) or ""
 
 

@@ -1,199 +1,302 @@
-"""The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
+"""Causal attention with a cache of keys and values."""
 
-__all__ = ["SelfAttentionBlock", "SelfAttentionState"]
+__all__ = ["Attention"]
 
-from typing import NamedTuple, Unpack
+from collections.abc import Callable
+from typing import Literal, Unpack
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.dropout import Dropout
-from jax_models.layers.linear import Linear, torch_uniform
-from jax_models.layers.norm import LayerNorm
-from jax_models.mesh_axes import first_axis, last_axis
-from jax_models.ops.checks import check_divides
-from jax_models.ops.rows import Rows, at_end
-from jax_models.options import LayerOptions, norm_options, with_inits
+from jax_models.layers.linear import Linear, normal_of_fan_in
+from jax_models.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
+from jax_models.ops import LocalAttentionState, Rows
+from jax_models.ops.checks import Positive, check_divides, checked_size
+from jax_models.options import (
+    Index,
+    Initializer,
+    LayerOptions,
+    norm_options,
+    refuse_unused,
+    with_inits,
+)
 from jax_models.sequence import SequenceLayer, check_time
-from jax_models.weights import Layouts, layer_norm, linear, same, transposed
+from jax_models.weights import Layouts, Table, linear, rms_norm
+
+Norm = Literal["head", "all"]
+"""Whether the queries and keys of each head are normed, or those of all heads together."""
 
 
-class SelfAttentionState(NamedTuple):
-    """The state of attention: the keys and values of the document so far, starting at slot 0."""
+class CachedAttention(SequenceLayer[LocalAttentionState]):
+    """The base class of layers with causal attention, whose state is a cache of keys and values.
 
-    position: Int[Array, " batch"]
-    """The number of keys so far."""
-    keys: Float[Array, "batch max_length heads head_features"]
-    values: Float[Array, "batch max_length heads head_features"]
+    A subclass sets the attributes below, and calls `attend` with queries, keys and values.
+    """
+
+    num_kv_heads: int
+    head_features: int
+    window: int | None = None
+    """The number of steps that each step sees, including itself. None: all steps up to itself."""
+    max_length: int | None = None
+    """Without a window: the length of the longest document that the state can continue."""
+
+    def set_view(self, time_axis: str | None = None, max_length: int | None = None) -> None:
+        """Sets these options in a view: `nnx.view` calls this method.
+
+        Args:
+            time_axis: as in `SequenceLayer.set_view`.
+            max_length: the number of slots of the state of full attention. A layer with a window
+                has the state that its window needs.
+
+        """
+        super().set_view(time_axis)
+        if max_length is not None and self.window is None:
+            self.max_length = checked_size("max_length", max_length)
+
+    def init_state(self, batch_size: int) -> LocalAttentionState:
+        """An empty cache of keys and values, in at least float32.
+
+        Full attention without a `max_length` has no slots, and cannot continue from a state.
+        """
+        return self._cache(batch_size, self.max_length or 0)
+
+    def start(self, batch_size: int) -> None:
+        """None: at the beginning, there is nothing to attend to except x."""
+        return None
+
+    def attend(
+        self,
+        q: Float[Array, "batch time heads head_features"],
+        k: Float[Array, "batch time kv_heads head_features"],
+        v: Float[Array, "batch time kv_heads head_features"],
+        state: LocalAttentionState | None,
+        rows: Rows,
+        dropout: Callable[[Array], Array] | None = None,
+    ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
+        """Attends to the keys of the state and of the sequence, and returns the state after it."""
+        batch_size, time = q.shape[:2]
+        limit = self.max_length if self.window is None else None
+        unlimited = self.window is None and limit is None
+        if unlimited and state is not None:
+            raise ValueError(
+                "max_length: expected the length of the longest document, because the state has a "
+                "slot for each of its keys, got None: build the layer with max_length=…, or use "
+                "nnx.view(layer, max_length=…) and its init_state"
+            )
+        steps = time if rows.time_axis is None else time * lax.axis_size(rows.time_axis)
+        before = state
+        if before is None:
+            before = self._cache(batch_size, steps if unlimited else limit or 0)
+        y, after = ops.local_attention(
+            q,
+            k,
+            v,
+            before,
+            empty=state is None,
+            grows=self.window is None,
+            dropout=dropout,
+            rows=rows,
+        )
+        if unlimited:
+            return y, LocalAttentionState(after.position, *(a[:, :0] for a in after[1:]))
+        if limit is None:
+            return y, after
+        if state is None and rows.reset is None:
+            check_time("x", steps, limit)
+            return y, after
+        positions, _ = rows.positions(before.position, time)
+        return jnp.where((positions < limit)[..., None, None], y, jnp.nan), after
+
+    def _cache(self, batch_size: int, max_length: int) -> LocalAttentionState:
+        slots = max_length if self.window is None else self.window - 1
+        shape = (batch_size, slots, self.num_kv_heads, self.head_features)
+        keys, values = jnp.zeros((2, *shape), self.state_dtype)
+        return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
 
-class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
-    """A pre-norm transformer block with causal self-attention.
+class Attention(CachedAttention):
+    """Causal attention with grouped queries and rotary positions.
 
-        >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))
+        >>> layer = Attention(64, num_heads=4, num_kv_heads=2, max_length=256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-        z = x + attention(ln1(x))
-        y = z + gelu(ln3(z) W_up + b_up) W_down + b_down
+        q, k = rotary(norm(x W_q)), rotary(norm(x W_k)),   v = x W_v
+        y = (softmax(q kᵀ / √head_features) v ⊙ σ(gate)) W_out
 
-    Each head of the attention computes softmax(q kᵀ / √(features / heads)) v over the steps up to
-    the current one, and a projection follows. x and y are (batch, time, features), and the state is
-    `SelfAttentionState(position, keys, values)`. gelu is the exact GELU, with erf. A step costs
-    O(max_length). The outputs from step max_length of a document on are NaN.
+    The softmax of each head is over the steps up to the current one, or over the last `window`
+    steps. x and y are (batch, time, features). The state is `LocalAttentionState(position, keys,
+    values)`. With a window, it holds the last window − 1 steps. Otherwise, it has `max_length`
+    slots, and the outputs from step max_length of a document on are NaN. A step costs O(window),
+    or without a window O(steps of the document so far).
 
     Args:
         features: size of x_t and y_t.
-        num_heads: number of heads, each of size features / num_heads.
-        max_length: the length of the longest sequence, and the number of slots of the state.
-        dropout_rate: rate of the dropout of the attention weights and of the MLP's output in
-            training.
-        **options: as in `LayerOptions`. Matrices start as in torch, biases at zero.
+        num_heads: number of heads of the queries.
+        num_kv_heads: number of heads of the keys and values, a divisor of num_heads. Each is shared
+            by num_heads / num_kv_heads neighboring heads of the queries. None: num_heads.
+        head_features: size of a head. None: features / num_heads.
+        window: number of steps that each step sees, including itself. None: all earlier steps.
+        max_length: without a window, the length of the longest document that a state can hold.
+            None: the layer runs over whole sequences, and cannot continue from a state. Use
+            `nnx.view(model, max_length=…)` to set it for a whole model.
+        rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
+            with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
+            in transformers. None: the whole head. 0: no rotation.
+        rope_theta: θ of `ops.rotary`.
+        qk_norm: the RMSNorm of queries and keys: over the features of each "head", or over "all"
+            heads together. None: no norm.
+        zero_centered_norm: whether this norm multiplies by 1 + scale instead of the scale.
+        epsilon: ε of this norm.
+        output_gate: whether the result of each head is multiplied by the sigmoid of a gate. q_proj
+            then returns the query and the gate of each head side by side.
+        use_bias: whether queries, keys and values have biases.
+        out_bias: whether the last projection has a bias.
+        out_init: initializes the last projection's matrix. None: like the others.
+        **options: as in `LayerOptions`. The matrices are drawn from a normal distribution with
+            variance 1 / inputs, and the biases are zero.
 
     Raises:
-        ValueError: a size is not positive, the heads do not divide the features, or (at the call)
-            x is longer than max_length.
+        ValueError: a size is not positive, num_heads does not divide the features although there
+            are no `head_features`, num_kv_heads does not divide num_heads, `rotary_features`
+            exceeds a head, a `max_length` is given with a window, or `bias_init` without biases. At
+            the call: x is longer than max_length, or a state is given without a `max_length`.
 
-    Layouts: `annotated-hyena` (torch_ref.SelfAttentionBlock, with a torch.nn.MultiheadAttention).
+    Layouts: `qwen3_5` (transformers' Qwen3_5Attention), or with a norm over all heads `olmo_hybrid`
+    (OlmoHybridAttention); and `lfm2` (Lfm2Attention).
 
     """
+
+    divides_time = True
 
     def __init__(
         self,
         features: int,
         num_heads: int,
         *,
-        max_length: int = 1024,
-        dropout_rate: float = 0.0,
+        num_kv_heads: int | None = None,
+        head_features: int | None = None,
+        window: int | None = None,
+        max_length: int | None = None,
+        rotary_features: Index | None = None,
+        rope_theta: Positive = 10_000.0,
+        qk_norm: Norm | None = None,
+        zero_centered_norm: bool = False,
+        epsilon: Positive = 1e-6,
+        output_gate: bool = False,
+        use_bias: bool = False,
+        out_bias: bool = False,
+        out_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)
-        self.num_heads = num_heads
-        check_divides("num_heads", num_heads, "features", features)
-        self.max_length = max_length
-        self.ln1 = LayerNorm(features, **norm_options(options))
-        self.ln3 = LayerNorm(features, **norm_options(options))
-        narrow, wide = (with_inits(options, torch_uniform(n)) for n in (features, 4 * features))
-        xavier = with_inits(options, nnx.initializers.xavier_uniform())
-        self.in_proj = Linear(features, 3 * features, **xavier)
-        self.out_proj = Linear(features, features, **narrow)
-        self.up_proj = Linear(features, 4 * features, **narrow)
-        self.down_proj = Linear(4 * features, features, **wide)
-        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
+        if head_features is None:
+            check_divides("num_heads", num_heads, "features", features)
+            head_features = features // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        if window is not None and max_length is not None:
+            raise ValueError(
+                f"max_length: expected None with window={window}, which sets the size of the "
+                f"state, got {max_length}"
+            )
+        self.num_heads, self.num_kv_heads, self.head_features = (
+            num_heads,
+            num_kv_heads,
+            head_features,
+        )
+        self.window, self.max_length = window, max_length
+        self.rotary_features = head_features if rotary_features is None else rotary_features
+        if self._rotated > head_features:
+            raise ValueError(
+                f"rotary_features: expected at most a head's {head_features} features, got "
+                f"{rotary_features}"
+            )
+        self.rope_theta, self.qk_norm, self.output_gate = rope_theta, qk_norm, output_gate
+        refuse_unused(
+            "bias_init",
+            options.get("bias_init"),
+            unless=use_bias or out_bias,
+            because="with use_bias=False and out_bias=False",
+        )
+        # The queries, and their gates; the keys, the values and the last projection.
+        matrix = with_inits(options, normal_of_fan_in())
+        of_queries, of_keys = num_heads * head_features, num_kv_heads * head_features
+        of_gates = of_queries if output_gate else 0
+        self.q_proj = Linear(features, of_queries + of_gates, use_bias=use_bias, **matrix)
+        self.k_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
+        self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
+        matrix["kernel_init"] = out_init or matrix["kernel_init"]
+        self.out_proj = Linear(of_queries, features, use_bias=out_bias, **matrix)
+        if qk_norm is not None:
+            norm = ZeroCenteredRMSNorm if zero_centered_norm else RMSNorm
+            sizes = (of_queries, of_keys) if qk_norm == "all" else (head_features, head_features)
+            self.q_norm, self.k_norm = (
+                norm(size, epsilon=epsilon, **norm_options(options)) for size in sizes
+            )
 
-    def init_state(self, batch_size: int) -> SelfAttentionState:
-        """An empty cache of keys and values, in at least float32."""
-        head_features = self.in_features // self.num_heads
-        shape = (batch_size, self.max_length, self.num_heads, head_features)
-        keys, values = jnp.zeros((2, *shape), self.state_dtype)
-        return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
-
-    def start(self, batch_size: int) -> None:
-        """None: at the beginning, there is nothing to attend to except x."""
-        return None
+    @property
+    def _rotated(self) -> int:
+        """The number of rotated features, which is even."""
+        return self.rotary_features + self.rotary_features % 2
 
     def sequence(self, x, state, rows):
-        """Attention, then the MLP, each after a norm and added to its input."""
+        """Attends to the keys between the projections."""
         x = x.astype(self.computation_dtype(x))
-        heads = (self.num_heads, self.in_features // self.num_heads)
-        q, k, v = (
-            part.reshape(*part.shape[:2], *heads)
-            for part in jnp.split(self.in_proj(self.ln1(x)), 3, axis=-1)
-        )
-        attended, state = self.attend(q, k, v, state, rows)
-        z = x + self.out_proj(attended.reshape(x.shape).astype(x.dtype))
-        mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
-        return z + self.dropout(mlp), state
+        batch_size, time, _ = x.shape
+        start = jnp.zeros(batch_size, jnp.int32) if state is None else state.position
+        positions, _ = rows.positions(start, time)
 
-    def attend(
-        self,
-        q: Float[Array, "batch time heads head_features"],
-        k: Float[Array, "batch time heads head_features"],
-        v: Float[Array, "batch time heads head_features"],
-        state: SelfAttentionState | None,
-        rows: Rows,
-    ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
-        """Attends to the keys of the state and of the sequence, and returns the state after it."""
-        batch_size, time = q.shape[:2]
-        if rows.reset is None:
-            check_time("x", time, self.max_length)
+        def heads(x: Array, count: int) -> Array:
+            return x.reshape(batch_size, time, count, x.shape[-1] // count)
 
-        # Write the keys and values into the cache.
-        before = self.init_state(batch_size) if state is None else state
-        positions, end = rows.positions(before.position, time)
-        document = None
-        if rows.reset is not None:
-            document = jnp.cumsum(rows.reset, axis=1, dtype=jnp.int32)
-        after = _written(before, k, v, positions, end, document, rows)
-        # A single step reads the updated cache. A sequence reads the old cache and its own keys,
-        # because the updated cache no longer holds the keys of documents that ended in the
-        # sequence.
-        slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
-        if state is not None and time == 1 and rows == Rows():
-            k, v = after.keys, after.values
-            mask = slots <= positions[..., None]
-        else:
-            steps = jnp.arange(time, dtype=jnp.int32)
-            mask = jnp.broadcast_to(steps[:, None] >= steps[None], (batch_size, time, time))
-            if document is not None:
-                mask = mask & (document[:, :, None] == document[:, None])
-            if state is not None:
-                cached = slots < state.position[:, None, None]
-                cached = jnp.broadcast_to(cached, (batch_size, time, self.max_length))
-                if document is not None:
-                    cached = cached & (document == 0)[:, :, None]
-                mask = jnp.concatenate([cached, mask], axis=2)
-                k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)
-                v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
-        drops = self.dropout.rate > 0 and not self.dropout.deterministic
-        k, v = k.astype(q.dtype), v.astype(q.dtype)
-        y = ops.attention(q, k, v, mask, dropout=self.dropout if drops else None)
-        return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
+        q = heads(self.q_proj(x), self.num_heads)
+        k, v = (heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
+        gate = None
+        if self.output_gate:
+            q, gate = jnp.split(q, 2, axis=-1)
+        q, k = (self._placed(part, name, positions) for part, name in ((q, "q"), (k, "k")))
+        y, state = self.attend(q, k, v, state, rows)
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate)
+        return self.out_proj(y.reshape(batch_size, time, self.out_proj.in_features)), state
 
-    mesh_axes = (
-        last_axis("heads", "in_proj")
-        | first_axis("heads", "out_proj.kernel")
-        | last_axis("hidden", "up_proj")
-        | first_axis("hidden", "down_proj.kernel")
-    )
+    def _placed(self, x: Array, name: str, positions: Array) -> Array:
+        """Norms queries or keys, and rotates them by their positions."""
+        shape = x.shape
+        if self.qk_norm is not None:
+            x = x.reshape(*shape[:2], shape[2] * shape[3]) if self.qk_norm == "all" else x
+            x = getattr(self, f"{name}_norm")(x).reshape(shape)
+        if not self.rotary_features:
+            return x
+        # θ^{−2i/n}, also where n is one less than the number of rotated features
+        theta = self.rope_theta ** (self._rotated / self.rotary_features)
+        return ops.rotary(x, positions, rotated=self._rotated, theta=theta)
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """The heads are divided. Keys and values that several heads share stay whole."""
+        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
+        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""
-        return {
-            "annotated-hyena": [
-                *layer_norm("ln1", "ln1"),
-                *layer_norm("ln3", "ln3"),
-                transposed("in_proj.kernel", "self_attn.attn.in_proj_weight"),
-                same("in_proj.bias", "self_attn.attn.in_proj_bias"),
-                *linear("out_proj", "self_attn.attn.out_proj"),
-                *linear("up_proj", "mlp.0"),
-                *linear("down_proj", "mlp.2"),
+        """The keys of transformers' attention layers."""
+
+        def table(out_proj: str, norm: str) -> Table:
+            bias = self.q_proj.use_bias
+            return [
+                *(row for p in ("q_proj", "k_proj", "v_proj") for row in linear(p, p, bias=bias)),
+                *linear("out_proj", out_proj, bias=self.out_proj.use_bias),
+                *(
+                    row
+                    for part in ("q", "k")
+                    if self.qk_norm is not None
+                    for row in rms_norm(f"{part}_norm", f"{part}_{norm}")
+                ),
             ]
-        }
 
-
-def _written(
-    state: SelfAttentionState,
-    k: Float[Array, "batch time heads head_features"],
-    v: Float[Array, "batch time heads head_features"],
-    positions: Int[Array, "batch time"],
-    end: Int[Array, " batch"],
-    document: Int[Array, "batch time"] | None,
-    rows: Rows,
-) -> SelfAttentionState:
-    """Writes the keys and values of each row's last document into the state."""
-    batch_size, time = positions.shape
-    cache = {"keys": state.keys, "values": state.values}
-    kept = jnp.ones((batch_size, time), bool) if rows.active is None else rows.active
-    if document is not None:
-        last = at_end(jnp.zeros(batch_size, jnp.int32), document, rows.lengths)
-        kept = kept & (document == last[:, None])
-        carried = (last == 0)[:, None, None, None]
-        cache = {name: jnp.where(carried, array, 0) for name, array in cache.items()}
-    row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
-    slots = jnp.where(kept, positions, state.keys.shape[1])
-    for name, new in {"keys": k, "values": v}.items():
-        new = new.astype(cache[name].dtype)
-        cache[name] = cache[name].at[row, slots].set(new, mode="drop")
-    return SelfAttentionState(end, **cache)
+        first = "olmo_hybrid" if self.qk_norm == "all" else "qwen3_5"
+        return {first: table("o_proj", "norm"), "lfm2": table("out_proj", "layernorm")}

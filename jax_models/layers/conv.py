@@ -10,9 +10,9 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import CausalConv1DState
-from jax_models.options import LayerOptions, with_inits
+from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, same
+from jax_models.weights import Layouts, Table, Weight, same
 
 
 class CausalConv1D(SequenceLayer[CausalConv1DState]):
@@ -30,11 +30,12 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
     Args:
         features: size of x_t and y_t.
         kernel_size: K, the number of taps.
+        use_bias: whether there is a bias.
         **options: as in `LayerOptions`. The (kernel_size, features) kernel and the bias start
             uniform in ±1/√K, as in torch.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is not positive, or `bias_init` is given without a bias.
 
     Layouts: `hawk` (torch_ref.CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
     (recurrentgemma's Conv1D).
@@ -43,14 +44,25 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 
     divides_time = True
 
-    def __init__(self, features: int, kernel_size: int, **options: Unpack[LayerOptions]):
+    def __init__(
+        self,
+        features: int,
+        kernel_size: int,
+        *,
+        use_bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ):
         super().__init__(features, **options)
+        refuse_unused(
+            "bias_init", options.get("bias_init"), unless=use_bias, because="with use_bias=False"
+        )
         self.kernel_size = kernel_size
         uniform = torch_uniform(kernel_size)
         inits, rngs = with_inits(options, uniform, uniform), options["rngs"]
         kernel = inits["kernel_init"](rngs.params(), (kernel_size, features), self.param_dtype)
         self.kernel = nnx.Param(kernel)
-        self.bias = nnx.Param(inits["bias_init"](rngs.params(), (features,), self.param_dtype))
+        bias = inits["bias_init"](rngs.params(), (features,), self.param_dtype)
+        self.bias = nnx.Param(bias) if use_bias else None
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
         """Zeros, (batch, features, kernel_size − 1), in at least float32."""
@@ -59,16 +71,18 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 
     def sequence(self, x, state, rows):
         dtype = self.computation_dtype(x)
-        kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
+        kernel = self.kernel[...].astype(dtype)
+        bias = None if self.bias is None else self.bias[...].astype(dtype)
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
         """`hawk` and `hf`: a depthwise `torch.nn.Conv1d`. `deepmind`: recurrentgemma's Conv1D."""
 
-        def table(prefix: str) -> list[Weight]:
+        def table(prefix: str) -> Table:
             key = (f"{prefix}weight",)
             kernel = Weight(("kernel",), key, lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],))
             return [kernel, same("bias", f"{prefix}bias")]
 
         deepmind = [same("kernel", "w"), same("bias", "b")]
-        return {"hawk": table("conv."), "hf": table(""), "deepmind": deepmind}
+        layouts = {"hawk": table("conv."), "hf": table(""), "deepmind": deepmind}
+        return layouts if self.bias is not None else {n: rows[:1] for n, rows in layouts.items()}

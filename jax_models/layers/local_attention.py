@@ -4,21 +4,15 @@ __all__ = ["LocalAttention", "LocalAttentionState"]
 
 from typing import Unpack
 
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from jax_models import ops
-from jax_models.layers.linear import Linear, normal_of_fan_in
-from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
+from jax_models.layers.attention import Attention
 from jax_models.ops import LocalAttentionState
 from jax_models.ops.checks import Positive, check_divides
 from jax_models.ops.rotary import checked_rotated
-from jax_models.options import Initializer, LayerOptions, refuse_unused, with_inits
-from jax_models.sequence import SequenceLayer
+from jax_models.options import Initializer, LayerOptions
 from jax_models.weights import Layouts, dense, linear, parts, transposed
 
 
-class LocalAttention(SequenceLayer[LocalAttentionState]):
+class LocalAttention(Attention):
     """Attention over a window, with rotary positions.
 
         >>> layer = LocalAttention(64, num_heads=4, window=16, rngs=nnx.Rngs(0))
@@ -55,8 +49,6 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     """
 
-    divides_time = True
-
     def __init__(
         self,
         features: int,
@@ -71,55 +63,21 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         out_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, **options)
         check_divides("num_heads", num_heads, "features", features)
-        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-        self.num_heads, self.num_kv_heads, self.window = num_heads, num_kv_heads, window
-        self.head_features = features // num_heads
-        rotated = int(self.head_features * rotary_fraction)
-        self.rotated = checked_rotated("rotary_fraction", rotated, self.head_features)
-        self.rope_theta = rope_theta
-        refuse_unused(
-            "bias_init",
-            options.get("bias_init"),
-            unless=use_bias or out_bias,
-            because="with use_bias=False and out_bias=False",
+        head_features = features // num_heads
+        rotated = int(head_features * rotary_fraction)
+        super().__init__(
+            features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            window=window,
+            rotary_features=checked_rotated("rotary_fraction", rotated, head_features),
+            rope_theta=rope_theta,
+            use_bias=use_bias,
+            out_bias=out_bias,
+            out_init=out_init,
+            **options,
         )
-        matrix = with_inits(options, normal_of_fan_in())
-        of_keys = num_kv_heads * self.head_features
-        self.q_proj = Linear(features, features, use_bias=use_bias, **matrix)
-        self.k_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
-        self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
-        matrix["kernel_init"] = out_init or matrix["kernel_init"]
-        self.out_proj = Linear(features, features, use_bias=out_bias, **matrix)
-
-    def init_state(self, batch_size: int) -> LocalAttentionState:
-        """An empty cache of keys and values, in at least float32."""
-        shape = (batch_size, self.window - 1, self.num_kv_heads, self.head_features)
-        keys, values = jnp.zeros((2, *shape), self.state_dtype)
-        return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
-
-    def sequence(self, x, state, rows):
-        """Runs `ops.local_attention` between the projections."""
-        x = x.astype(self.computation_dtype(x))
-        batch_size, time, _ = x.shape
-        positions, _ = rows.positions(state.position, time)
-
-        def heads(projection: Linear) -> Array:
-            count = projection.out_features // self.head_features
-            return projection(x).reshape(batch_size, time, count, self.head_features)
-
-        rotary = {"rotated": self.rotated, "theta": self.rope_theta}
-        q = ops.rotary(heads(self.q_proj), positions, **rotary)
-        k = ops.rotary(heads(self.k_proj), positions, **rotary)
-        y, state = ops.local_attention(q, k, heads(self.v_proj), state, rows=rows)
-        return self.out_proj(y.reshape(x.shape)), state
-
-    @property
-    def mesh_axes(self) -> MeshAxes:
-        """The heads are divided. Keys and values that several heads share stay whole."""
-        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
-        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """`hf`, and the layouts of recurrentgemma or hippogriff if it has such a layer."""

@@ -157,7 +157,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
 
 
 class RMSNorm(nnx.RMSNorm, CheckedOptions):
-    """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
+    """`x / √(mean(x²) + ε) · scale` over the features, in at least float32.
 
         >>> norm = RMSNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
@@ -165,8 +165,8 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    def __init__(self, features: int, **options: Unpack[NormOptions]):
-        super().__init__(features, epsilon=1e-6, **options)
+    def __init__(self, features: int, *, epsilon: Positive = 1e-6, **options: Unpack[NormOptions]):
+        super().__init__(features, epsilon=epsilon, **options)
 
     def __call__(self, x, mask=None):
         """Normalize the last axis of x."""

@@ -3,10 +3,9 @@
 __all__ = ["generate", "stream"]
 
 import sys
-import time
-from collections.abc import Iterator
-from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,38 +13,22 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Int
 
-from jax_models.models.language_model import LanguageModel, LanguageModelState, checked_tokens
+from jax_models.models.decoder import MOST_STEPS, Calls, Options, Tokens, decoder, padded_length
+from jax_models.models.language_model import LanguageModel
+from jax_models.models.prompts import checked_prompts
 from jax_models.models.sampling import (
     AnyKey,
-    Token,
     checked_key,
+    checked_repetition_penalty,
+    checked_stop_tokens,
     checked_temperature,
     checked_top_k,
-    sample,
+    checked_top_p,
 )
 from jax_models.ops.checks import checked_size, described
 from jax_models.ops.keywords import suggests_arguments
-
-Leaves = list[Array]
-Prompt = Int[Array, "batch time"] | Int[np.ndarray, "batch time"]
-Tokens = Int[Array, "steps batch"]
-Window = Int[Array, "batch context_length"]
-Index = Int[ArrayLike, ""]
-SHORTEST_PROMPT = 64
-"""The shortest length to which a prompt is padded. Longer prompts are padded to a power of two."""
-MOST_STEPS = 64
-"""The largest number of steps in one call of the compiled program."""
-CALL_SECONDS = 0.01
-"""The time that one call of `stream` should take with `steps_per_call="auto"`."""
-
-
-class Options(NamedTuple):
-    """The options of `sample`. To draw from all tokens, `top_k` is the size of the vocabulary."""
-
-    temperature: Float[ArrayLike, ""]
-    top_k: Int[ArrayLike, ""]
 
 
 @suggests_arguments
@@ -55,8 +38,12 @@ def stream(
     num_tokens: int,
     *,
     key: AnyKey,
+    mask: Bool[ArrayLike, "batch time"] | Int[ArrayLike, "batch time"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop_tokens: int | Sequence[int] = (),
     steps_per_call: int | Literal["auto"] = "auto",
 ) -> Iterator[Int[np.ndarray, " batch"]]:
     """Continues a prompt: yields the int32 tokens (batch,) of one step after the other.
@@ -68,6 +55,10 @@ def stream(
     The prompt runs once. Then each token costs one `step` from the carried state, regardless of the
     length of the text. The exception is a model with a `context_length`: once the text fills it,
     each token costs a run over the last `context_length` tokens.
+
+    Prompts of different lengths are padded on the left or the right, and `mask` tells the real
+    tokens from the padding, as the `attention_mask` of transformers' tokenizers does. The padding
+    has no influence, because the rows are moved to the left before the model reads them.
 
     For each batch size, one compiled program steps through the tokens of all prompts and options,
     and a second one handles full contexts. The prompt is padded to a power of two, and each padded
@@ -81,25 +72,36 @@ def stream(
     Args:
         model: the language model. Its dropout, if it has any, is turned off.
         prompt: tokens, with at least one row and at least one token per row.
-        num_tokens: the number of tokens to draw.
+        num_tokens: the number of tokens to draw, unless all rows stop earlier.
         key: a random key, such as `jax.random.key(0)`. The same key gives the same text.
+        mask: True or 1 for the real tokens of the prompt, which are side by side in each row, False
+            or 0 for padding. None: all tokens are real.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
         top_k: draw only from the k likeliest tokens. None, or more than the vocabulary size: from
             all.
+        top_p: draw only from the fewest tokens whose probabilities sum to `top_p` or more, after
+            temperature and `top_k`. None: from all.
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of the
+            tokens that occur in the prompt (as far as the model reads it) or have been drawn.
+        stop_tokens: a token, or several, that end a row. The row then repeats this token, and
+            `stream` ends once all rows have stopped.
         steps_per_call: number of steps in one call, 1 to 64. "auto" chooses the number that takes
             about 10 ms to compute and read, but at most twice that of the previous call. The tokens
             do not depend on this argument.
 
     Raises:
-        TypeError: the prompt does not hold integers, the temperature is not a number, the key is
-            not a key, or (at the first token) it runs under `jit`.
-        ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
-            num_tokens or top_k is not a positive integer, steps_per_call is neither "auto" nor 1 to
-            64, the temperature is negative, the parameters of the model have no values, or (at that
-            token) its logits are NaN or infinite.
+        TypeError: the prompt or stop_tokens do not hold integers, the mask holds neither booleans
+            nor integers, the temperature, top_p or the penalty is not a number, the key is not a
+            key, or (at the first token) it runs under `jit`.
+        ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary, the
+            mask has another shape or padding between real tokens, num_tokens or top_k is not a
+            positive integer, steps_per_call is neither "auto" nor 1 to 64, the temperature is
+            negative, top_p is outside 0 … 1, the penalty is not positive, the parameters of the
+            model have no values, or (at that token) its logits are NaN or infinite.
 
     """
-    return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, steps_per_call))
+    options = (temperature, top_k, top_p, repetition_penalty, stop_tokens)
+    return _host(*_calls(model, prompt, num_tokens, key, mask, options, steps_per_call))
 
 
 @suggests_arguments
@@ -109,8 +111,12 @@ def generate(
     num_tokens: int,
     *,
     key: AnyKey,
+    mask: Bool[ArrayLike, "batch time"] | Int[ArrayLike, "batch time"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop_tokens: int | Sequence[int] = (),
 ) -> Int[Array, "batch num_tokens"]:
     """Continues a prompt: returns the tokens that `stream` yields, side by side.
 
@@ -119,28 +125,43 @@ def generate(
         (2, 3)
 
     The arguments are those of `stream`, and so are the compiled programs. Under `jit`, where no
-    error can be raised, tokens drawn from NaN or infinite logits are −1.
+    error can be raised, tokens drawn from NaN or infinite logits are −1. Once all rows have stopped
+    at one of the `stop_tokens`, nothing more is computed, and the last columns repeat it.
     """
-    calls = list(_calls(model, prompt, num_tokens, key, temperature, top_k, MOST_STEPS))
-    if isinstance(calls[0][0], Tracer):
-        return jnp.concatenate([tokens[:count] for tokens, count in calls]).T
-    return jax.device_put(np.stack([*_host(iter(calls))], axis=1))
+    options = (temperature, top_k, top_p, repetition_penalty, stop_tokens)
+    calls, stops = _calls(model, prompt, num_tokens, key, mask, options, MOST_STEPS)
+    first = next(calls)
+    if isinstance(first[0], Tracer):
+        return jnp.concatenate([tokens[:count] for tokens, count in (first, *calls)]).T
+    tokens = np.stack([*_host(chain([first], calls), stops)], axis=1)
+    left = int(num_tokens) - tokens.shape[1]
+    return jax.device_put(np.pad(tokens, ((0, 0), (0, left)), "edge"))
 
 
 def _calls(
-    model, prompt, num_tokens, key, temperature, top_k, steps_per_call
-) -> Iterator[tuple[Tokens, int]]:
-    """Checks the arguments immediately, and returns the iterator over the decoder's calls."""
+    model, prompt, num_tokens, key, mask, options, steps_per_call
+) -> tuple[Calls, Bool[np.ndarray, " vocab"]]:
+    """Checks the arguments immediately, and returns the decoder's calls and the stop tokens."""
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model: expected a LanguageModel, got {described(model)}")
     vocab_size = model.config.vocab_size
     limit = model.context_length or sys.maxsize
-    prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
+    prompt, lengths = checked_prompts(prompt, mask, vocab_size, limit)
     num_tokens = checked_size("num_tokens", num_tokens)
-    options = Options(checked_temperature(temperature), checked_top_k(top_k, vocab_size))
+    temperature, top_k, top_p, repetition_penalty, stop_tokens = options
+    stops = checked_stop_tokens(stop_tokens, vocab_size)
+    options = Options(
+        checked_temperature(temperature),
+        checked_top_k(top_k, vocab_size),
+        checked_top_p(top_p),
+        checked_repetition_penalty(repetition_penalty),
+        jax.device_put(stops),
+    )
     key = checked_key(key)
-    inference = {"deterministic": True, "fixed_filters": True}
-    graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **inference))
+    # A cache of keys and values has room for the text, rounded up to share compiled programs.
+    size = padded_length(prompt.shape[1] + num_tokens, limit)
+    views = {"deterministic": True, "fixed_filters": True, "max_length": size}
+    graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **views))
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
@@ -149,31 +170,29 @@ def _calls(
         raise ValueError(
             f'steps_per_call: expected "auto" or 1 … {MOST_STEPS}, got {steps_per_call!r}'
         )
-    decoder = _decoder(graphdef, structure, limit)
-    return decoder.calls(arrays, prompt, num_tokens, key, options, steps_per_call)
+    draw = decoder(graphdef, structure, limit)
+    return draw.calls(arrays, prompt, lengths, num_tokens, key, options, steps_per_call), stops
 
 
-def _checked_prompt(prompt, vocab_size: int) -> Prompt:
-    """Returns the prompt as int32, on the host unless it is traced, or raises an error."""
-    try:
-        values = prompt if isinstance(prompt, Tracer) else np.asarray(prompt)
-    except ValueError:
-        raise ValueError("prompt: expected rows of one length, got ragged ones") from None
-    if values.ndim != 2 or 0 in values.shape:
-        raise ValueError(f"prompt: expected shape (batch ≥ 1, time ≥ 1), got {values.shape}")
-    tokens = checked_tokens("prompt", values, vocab_size)
-    return tokens.astype(jnp.int32) if isinstance(values, Tracer) else values.astype(np.int32)
+def _host(
+    calls: Iterator[tuple[Tokens, int]], stops: Bool[np.ndarray, " vocab"]
+) -> Iterator[Int[np.ndarray, " batch"]]:
+    """Yields the tokens of each call, after the next call has been dispatched.
 
-
-def _host(calls: Iterator[tuple[Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Yields the tokens of each call, after the next call has been dispatched."""
-    tokens, count = next(calls)
-    if isinstance(tokens, Tracer):
+    Ends once all rows have stopped.
+    """
+    call = next(calls)
+    if isinstance(call[0], Tracer):
         raise TypeError("stream: under jit its tokens have no values yet; generate runs there")
-    for following in calls:
-        yield from _drawn(tokens, count)
-        tokens, count = following
-    yield from _drawn(tokens, count)
+    stopped = np.zeros(call[0].shape[1], bool)
+    while call is not None:
+        following = next(calls, None)
+        for token in _drawn(*call):
+            yield token
+            stopped |= stops[token]
+            if stopped.all():
+                return
+        call = following
 
 
 def _drawn(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
@@ -186,146 +205,3 @@ def _drawn(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
                 "that its weights are finite"
             )
         yield token
-
-
-class Decoder:
-    """The compiled programs that draw tokens from the models of one structure.
-
-    Each program takes the model's arrays as a flat list, because flattening a tree of variables at
-    every call would cost more time than a small model. Token i is drawn with the key
-    `fold_in(key, i)`.
-    """
-
-    def __init__(self, graphdef, structure, limit: int):
-        self.graphdef = graphdef
-        self.structure = structure
-        self.limit = limit
-
-    @partial(jax.jit, static_argnums=0)
-    def first(
-        self,
-        arrays: Leaves,
-        prompt: Prompt,
-        length: Index,
-        key: Key[Array, ""],
-        options: Options,
-    ) -> tuple[Tokens, tuple[Token, LanguageModelState]]:
-        """Draws the token after `length` tokens of a prompt, and returns the state before it."""
-        lengths = jnp.full(len(prompt), length, jnp.int32)
-        logits, state = self._model(arrays)(prompt, lengths=lengths)
-        logits = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
-        token = _token(logits, jax.random.fold_in(key, 0), options)
-        return token[None], (token, state)
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def steps(
-        self,
-        arrays: Leaves,
-        carry: tuple[Token, LanguageModelState],
-        key: Key[Array, ""],
-        options: Options,
-        start: Index,
-        count: Index,
-    ) -> tuple[Tokens, tuple[Token, LanguageModelState]]:
-        """Draws the tokens start … start + count − 1, padded with zeros to `MOST_STEPS`.
-
-        The carry is the last token and the state before it. The given carry is donated.
-        """
-
-        def step(carry, key):
-            logits, state = self._model(arrays).step(*carry)
-            token = _token(logits, key, options)
-            return token, (token, state)
-
-        return _repeat(step, carry, len(carry[0]), key, start, count)
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def slides(
-        self,
-        arrays: Leaves,
-        window: Window,
-        key: Key[Array, ""],
-        options: Options,
-        start: Index,
-        count: Index,
-    ) -> tuple[Tokens, Window]:
-        """Like `steps`, but computes each token from a full window, which then moves by one."""
-
-        def slide(window, key):
-            logits, _ = self._model(arrays)(window)
-            token = _token(logits[:, -1], key, options)
-            return token, jnp.concatenate([window[:, 1:], token[:, None]], axis=1)
-
-        return _repeat(slide, window, len(window), key, start, count)
-
-    def calls(
-        self,
-        arrays: Leaves,
-        prompt: Prompt,
-        num_tokens: int,
-        key: Key[Array, ""],
-        options: Options,
-        steps_per_call: int | Literal["auto"],
-    ) -> Iterator[tuple[Tokens, int]]:
-        """Yields the tokens of each call after a prompt, and the number of them that are valid."""
-        length = prompt.shape[1]
-        room = min(num_tokens, self.limit - length + 1)
-        tokens, carry = self.first(arrays, self._padded(prompt), length, key, options)
-        yield tokens, 1
-
-        def advance(program, carry, start: int, end: int) -> Iterator[tuple[Tokens, int]]:
-            before, count = 1, 1 if steps_per_call == "auto" else steps_per_call
-            while start < end:
-                began = time.perf_counter()
-                count = min(count, end - start)
-                tokens, carry = program(arrays, carry, key, options, start, count)
-                yield tokens, count  # meanwhile `_host` has waited for the previous call
-                start += count
-                if steps_per_call == "auto":
-                    a_step = (time.perf_counter() - began) / before
-                    in_time = int(CALL_SECONDS / a_step)
-                    before, count = count, max(1, min(2 * count, MOST_STEPS, in_time))
-
-        # Until the context is full, each token is computed by a step from the state.
-        drawn = [(tokens, 1)]
-        for call in advance(self.steps, carry, 1, room):
-            if room < num_tokens:
-                drawn.append(call)
-            yield call
-        # From then on, each token is computed by a run over the last `limit` tokens.
-        if room < num_tokens:
-            numpy = jnp if isinstance(tokens, Tracer) else np
-            text = [prompt.T, *(numpy.asarray(tokens)[:count] for tokens, count in drawn)]
-            window = numpy.concatenate(text)[-self.limit :].T
-            window = jax.device_put(window, may_alias=False)  # `slides` donates it
-            yield from advance(self.slides, window, room, num_tokens)
-
-    def _padded(self, prompt: Prompt) -> Prompt:
-        """Pads the prompt with zeros to one of a few lengths, so that few programs are compiled."""
-        length = prompt.shape[1]
-        size = min(self.limit, max(SHORTEST_PROMPT, 1 << (length - 1).bit_length()))
-        numpy = jnp if isinstance(prompt, Tracer) else np
-        return numpy.pad(prompt, ((0, 0), (0, size - length)))
-
-    def _model(self, arrays: Leaves) -> LanguageModel:
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
-
-
-def _token(logits: Float[Array, "batch vocab"], key: Key[Array, ""], options: Options) -> Token:
-    return sample(logits, key, **options._asdict()).astype(jnp.int32)
-
-
-def _repeat(advance, carry, batch_size: int, key, start: Index, count: Index) -> tuple[Tokens, Any]:
-    """Calls `advance` `count` times, and returns the drawn tokens and the last carry."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(MOST_STEPS))
-
-    def once(i, tokens_and_carry):
-        tokens, carry = tokens_and_carry
-        token, carry = advance(carry, keys[i])
-        return tokens.at[i].set(token), carry
-
-    tokens = jnp.zeros((MOST_STEPS, batch_size), jnp.int32)
-    return jax.lax.fori_loop(0, count, once, (tokens, carry))
-
-
-_decoder = lru_cache(maxsize=16)(Decoder)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, Self, Unpack
 
 from flax import nnx
 
-from jax_models.layers.attention import SelfAttentionBlock
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
+from jax_models.layers.self_attention import SelfAttentionBlock
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import Rate

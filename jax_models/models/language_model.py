@@ -281,6 +281,32 @@ class LanguageModel(CheckedOptions, nnx.Module):
                 exceeds `context_length`.
 
         """
+        x, layers, after, rows, outside = self._hidden(tokens, state, lengths, reset)
+        logits = rows.masked(self.unembed(x))
+        if outside is not None:
+            axes = state_batch_axes(self.stack)
+            logits, layers = set_rows_to_nan(outside, (logits, layers), (0, axes))
+        return logits, LanguageModelState(layers, after)
+
+    @with_auto_axes
+    def last_logits(
+        self,
+        tokens: Int[ArrayLike, "batch time"],
+        state: LanguageModelState | None = None,
+        *,
+        lengths: Int[Array, " batch"] | Int[np.ndarray, " batch"],
+    ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
+        """Runs over whole sequences, and computes only the logits after the last token of each row.
+
+        In a model with a large vocabulary, the logits of the other tokens would take most of the
+        time. Each length must lie in 1 … time.
+        """
+        x, layers, after, _, _ = self._hidden(tokens, state, lengths, None)
+        x = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return self.unembed(x)[:, 0], LanguageModelState(layers, after)
+
+    def _hidden(self, tokens, state, lengths, reset):
+        """Returns what `unembed` reads, the state after it, and the rows."""
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
@@ -306,12 +332,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         positions, after = rows.positions(before, time)
         x = rows.masked(self.embed(tokens, positions))
         x, layers = stack.sequence(stack.split(x), start, rows)
-        logits = rows.masked(self.unembed(self.norm(rows.masked(self.read_out(x)))))
-        if outside is not None:
-            logits, layers = set_rows_to_nan(
-                outside, (logits, layers), (0, state_batch_axes(stack))
-            )
-        return logits, LanguageModelState(layers, after)
+        return self.norm(rows.masked(self.read_out(x))), layers, after, rows, outside
 
     def step(
         self,

@@ -7,8 +7,8 @@ import numpy as np
 from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
-NEVER = np.iinfo(np.int32).max
-"""The step number of padding keys. It comes after every query, so no query sees them."""
+AFTER_ALL_QUERIES = np.iinfo(np.int32).max
+"""The step number of keys that no query may see, such as padding."""
 
 
 class Tiling(NamedTuple):
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
 
         tile = largest if is_symbolic_dim(time) else tile_size(time, largest)
         rows, reach = ceil_div(time, tile), ceil_div(window - 1, tile)
-        past_tile = tile_size(slots, largest * (largest // tile))
+        past_tile = tile_size(slots, largest * min(largest // tile, 4))
         if is_symbolic_dim(time):
             return cls(tile, rows, reach, past_tile, rows)
         return cls(tile, rows, min(reach, rows - 1), past_tile, min(rows, reach))
@@ -48,9 +48,10 @@ class Tiling(NamedTuple):
         row, back = np.divmod(np.arange(self.rows * (self.reach + 1)), self.reach + 1)
         return row[back <= row], (row - back)[back <= row]
 
-    def past_pairs(self, columns: int) -> tuple[Any, Any]:
-        """Pairs each tile of queries that sees the past with each tile of past keys."""
-        return jnp.divmod(jnp.arange(self.past_rows * columns), columns)
+    def past_pairs(self) -> tuple[Any, Any]:
+        """Pairs each tile of queries that sees the past with a single tile of past keys."""
+        rows = jnp.arange(self.past_rows)
+        return rows, jnp.zeros_like(rows)
 
 
 def tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:

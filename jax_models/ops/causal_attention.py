@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.attention import check_heads
-from jax_models.ops.attention_tiles import NEVER, Tiling, tiles, untiled
+from jax_models.ops.attention import attention, check_heads
+from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, tiles, untiled
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
 
@@ -27,15 +27,16 @@ FEW_TILES = 6
 """The largest number of pairs of tiles for which the loop is unrolled."""
 
 
-class Past(NamedTuple):
-    """Keys and values of earlier steps, in any order."""
+class LocalAttentionState(NamedTuple):
+    """The state of attention: the keys and values of the last steps of the document.
 
+    The key and value of position p of the document are in slot p mod (number of slots).
+    """
+
+    position: Int[Array, " batch"]
+    """Number of steps of the document so far."""
     keys: Float[Array, "batch slots kv_heads head_features"]
     values: Float[Array, "batch slots kv_heads head_features"]
-    steps: Int[Array, "batch slots"]
-    """The step of each key, relative to the first query and therefore negative."""
-    exists: Bool[Array, ""]
-    """Whether any query sees any of the keys."""
 
 
 def causal_attention(
@@ -43,11 +44,14 @@ def causal_attention(
     k: Float[Array, "batch time kv_heads head_features"],
     v: Float[Array, "batch time kv_heads head_features"],
     first: Int[Array, "batch time"],
-    past: Past,
+    past: LocalAttentionState | None,
     *,
     window: int,
+    dropout: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "batch time heads head_features"]:
     """Computes the `attention` of each step t over the steps `first[t]` … t.
+
+    If k and v have no steps, each step sees the `past` alone.
 
     Only the scores of one tile of queries and one tile of keys exist at a time. The softmax is
     computed with a running maximum and sum, and the backward pass recomputes the scores. Memory is
@@ -58,17 +62,30 @@ def causal_attention(
         k: keys. Each head is shared by `heads / kv_heads` neighboring heads of q.
         v: values.
         first: the first step that each step sees. Negative if the step sees some of the `past`.
-        past: the keys and values of earlier steps. They are skipped if no query sees any.
+        past: the keys and values of earlier steps, if there are any. Slots that are not filled are
+            not read.
         window: the largest number of steps that a step sees, including itself.
+        dropout: applied to the weights of the softmax, which are then computed as a whole.
 
     """
     check_heads(q, k)
     if not is_symbolic_dim(q.shape[1]) and q.shape[1] == 0:
         return q
+    if past is None:
+        past = LocalAttentionState(first[:, 0], k[:, :0], v[:, :0])
+    if dropout is not None:
+        step = _steps(k, first)
+        slots = past.keys.shape[1]
+        past_steps = _past_steps(jnp.arange(slots, dtype=first.dtype), past.position, slots)
+        of_keys = jnp.concatenate([past_steps, jnp.broadcast_to(step, first.shape)], axis=1)
+        mask = (of_keys[:, None] >= first[..., None]) & (of_keys[:, None] <= step[..., None])
+        pairs = (past.keys, k), (past.values, v)
+        k, v = (jnp.concatenate([a.astype(b.dtype), b], axis=1) for a, b in pairs)
+        return attention(q, k, v, mask, dropout=dropout)
     small, large = (
         Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
     )
-    return _compiled(small, large, (q, k, v, *past[:2]), (first, *past[2:]))
+    return _compiled(small, large, (q, k, v, *past[1:]), (first, past.position))
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
@@ -142,20 +159,19 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
 
         return _loop(add, before, pairs)
 
-    own = _keys(k, v, _steps(k, masks[0]), tiling.tile)
-    if tiling.rows == 1:
-        result = _Softmax(*(array[None] for array in softmax(own, 0, 0)))
-    else:
-        nothing = _zeros(queries.q)
-        empty = _Softmax(_lowest(nothing[..., :1]), nothing[..., :1], nothing)
-        result = add_keys(own, tiling.own_pairs(), empty)
-    if past_k.shape[1]:
+    nothing = _zeros(queries.q)
+    result = _Softmax(_lowest(nothing[..., :1]), nothing[..., :1], nothing)
+    if k.shape[1]:
+        own = _keys(k, v, _steps(k, masks[0]), tiling.tile)
+        if tiling.rows == 1:
+            result = _Softmax(*(array[None] for array in softmax(own, 0, 0)))
+        else:
+            result = add_keys(own, tiling.own_pairs(), result)
 
-        def with_past(result):
-            past = _keys(past_k, past_v, masks[1], tiling.past_tile)
-            return add_keys(past, tiling.past_pairs(len(past.k)), result)
+    def add_past(result: _Softmax, keys: _Keys, start) -> _Softmax:
+        return add_keys(keys, tiling.past_pairs(), result)
 
-        result = lax.cond(masks[2], with_past, lambda result: result, result)
+    result = _over_past(tiling, q.dtype, add_past, result, past_k, past_v, masks[1])
     y = untiled(result.values / result.weights, q).astype(q.dtype)
     return y, result.greatest + jnp.log(result.weights)
 
@@ -210,23 +226,27 @@ def _gradient(tiling: Tiling, residuals, cotangents):
 
     # Add up the gradients of the sequence's keys, then of the past keys, which are skipped if
     # unseen.
-    own = _keys(k, v, _steps(k, masks[0]), tile)
-    dq, dk, dv = gradients(own, tiling.own_pairs(), _zeros(queries.q))
-    d_past = past_k, past_v
-    if past_k.shape[1]:
-        past_tile = tiling.past_tile
+    dq, *d_own = _zeros(queries.q), jnp.zeros_like(k), jnp.zeros_like(v)
+    if k.shape[1]:
+        own = _keys(k, v, _steps(k, masks[0]), tile)
+        dq, dk, dv = gradients(own, tiling.own_pairs(), dq)
+        d_own = untiled(scale * dk.mT, k), untiled(dv.mT, v)
 
-        def of_past(dq):
-            past = _keys(past_k, past_v, masks[1], past_tile)
-            dq, dk, dv = gradients(past, tiling.past_pairs(len(past.k)), dq)
-            return dq, untiled(scale * dk.mT, past_k), untiled(dv.mT, past_v)
+    def add_past(carry, keys: _Keys, start):
+        dq, *d_past = carry
+        dq, dk, dv = gradients(keys, tiling.past_pairs(), dq)
+        parts = (scale * dk.mT, dv.mT)
+        return dq, *(
+            lax.dynamic_update_slice_in_dim(whole, before + untiled(part, before), start, axis=1)
+            for whole, part in zip(d_past, parts, strict=True)
+            for before in [lax.dynamic_slice_in_dim(whole, start, tiling.past_tile, axis=1)]
+        )
 
-        def of_none(dq):
-            return dq, *match_varying_axes((_zeros(past_k), _zeros(past_v), dq))[:2]
-
-        dq, *d_past = lax.cond(masks[2], of_past, of_none, dq)
-    found = untiled(scale * dq, q), untiled(scale * dk.mT, k), untiled(dv.mT, v), *d_past
-    return tuple(gradient.astype(q.dtype) for gradient in found)
+    d_past = (_zeros(past_k), _zeros(past_v))
+    dq, *d_past = _over_past(tiling, q.dtype, add_past, (dq, *d_past), past_k, past_v, masks[1])
+    found = untiled(scale * dq, q), *d_own, *d_past
+    floats = residuals[0][0]
+    return tuple(g.astype(x.dtype) for g, x in zip(found, floats, strict=True))
 
 
 @_attended.defjvp
@@ -262,8 +282,51 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     too.
     """
     k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
-    steps = tiles(steps[..., None, None], tile, 1, NEVER).mT
+    steps = tiles(steps[..., None, None], tile, 1, AFTER_ALL_QUERIES).mT
     return _Keys(tiles(k, tile), tiles(_finite(v), tile), steps)
+
+
+def _past_steps(
+    slot: Int[Array, " keys"], position: Int[Array, " batch"], slots: int
+) -> Int[Array, "batch keys"]:
+    """The steps of the keys in these slots, relative to the first query and therefore negative."""
+    return (slot[None] - position[:, None]) % max(slots, 1) - slots
+
+
+def _over_past(
+    tiling: Tiling,
+    dtype: jnp.dtype,
+    step: Callable[[Carry, _Keys, Any], Carry],
+    carry: Carry,
+    k: Float[Array, "batch slots kv_heads head_features"],
+    v: Float[Array, "batch slots kv_heads head_features"],
+    position: Int[Array, " batch"],
+) -> Carry:
+    """Runs `step(carry, keys, start)` over tiles of the filled slots, which begin at slot `start`.
+
+    The tiles are slices of the cache, because dividing all of it would cost as much as reading it.
+    """
+    slots, tile = k.shape[1], tiling.past_tile
+    if not slots:
+        return carry
+
+    def of_tile(first, carry: Carry) -> Carry:
+        start = jnp.minimum(first, slots - tile)
+        k_tile, v_tile = (
+            lax.dynamic_slice_in_dim(array, start, tile, axis=1).astype(dtype) for array in (k, v)
+        )
+        # The last tile overlaps with the one before it, and leaves out what that one has read.
+        slot = start + jnp.arange(tile, dtype=position.dtype)
+        steps = _past_steps(slot, position, slots)
+        steps = jnp.where((slot < first)[None], AFTER_ALL_QUERIES, steps)
+        return step(carry, _keys(k_tile, v_tile, steps, tile), start)
+
+    def next_tile(carry: Carry, first):
+        return lax.cond(first < filled, of_tile, lambda _, carry: carry, first, carry), None
+
+    filled = jnp.max(position, initial=0)
+    firsts = jnp.arange(0, slots, tile, dtype=position.dtype)
+    return lax.scan(next_tile, carry, firsts)[0]
 
 
 def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:

@@ -111,7 +111,7 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("seq_lengths sequence_length", ("lengths",)),
     (
         "mask attention_mask",
-        ("lengths: lengths (batch,) says how many steps of each row are real",),
+        ("lengths: lengths (batch,) says how many steps of each row are real", "mask"),
     ),
     (
         "done is_done terminated truncated",
@@ -124,11 +124,12 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("max_length", ("num_tokens: num_tokens counts the new tokens, without the prompt",)),
     ("do_sample", ("temperature: temperature=0 takes the likeliest token",)),
     (
-        "top_p min_p typical_p num_beams repetition_penalty",
-        ("temperature: tokens are drawn by temperature and top_k only",),
+        "min_p typical_p num_beams",
+        ("temperature: tokens are drawn by temperature, top_k and top_p only",),
     ),
     ("num_return_sequences", ("prompt: repeat the rows of the prompt",)),
-    ("eos_token_id stop", ("num_tokens: cut the tokens after the one that ends the text",)),
+    ("eos_token_id stop", ("stop_tokens",)),
+    ("pad_token_id", ("stop_tokens: a row that has stopped repeats its stop token",)),
     ("streamer", ("stream yields the tokens one by one",)),
     # loading
     ("strict", ("layer: every key and every parameter is always checked",)),

@@ -1,26 +1,15 @@
 """Causal attention over a window."""
 
-from typing import NamedTuple, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.arguments import checked
-from jax_models.ops.causal_attention import Past, causal_attention
-from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
+from jax_models.ops.causal_attention import LocalAttentionState, causal_attention
+from jax_models.ops.rows import DividedMasks, Rows, at_end, given_rows, positions_after
 from jax_models.ops.time_axis import states_between
-
-
-class LocalAttentionState(NamedTuple):
-    """The state of local attention: the keys and values of the last window − 1 steps.
-
-    The key and value of position p of the document are in slot p mod (window − 1).
-    """
-
-    position: Int[Array, " batch"]
-    """Number of steps of the document so far."""
-    keys: Float[Array, "batch slots kv_heads head_features"]
-    values: Float[Array, "batch slots kv_heads head_features"]
 
 
 @checked()
@@ -29,6 +18,10 @@ def local_attention(
     k: Float[Array, "batch time kv_heads head_features"],
     v: Float[Array, "batch time kv_heads head_features"],
     state: LocalAttentionState,
+    *,
+    empty: bool = False,
+    grows: bool = False,
+    dropout: Callable[[Array], Array] | None = None,
     **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
     """Computes the `attention` of each step over itself and the window − 1 steps before it.
@@ -37,6 +30,10 @@ def local_attention(
     steps cost O(T · window) operations. The backward pass recomputes the scores, tile by tile, so
     only q, k, v and the scores of one tile need memory. If a query or anything that it sees is not
     finite, its output in that head is NaN; the outputs of other steps are unaffected.
+
+    Pass `empty=True` if the state holds no keys yet, so that they are not read, and `grows=True` if
+    no document has more steps than the state has slots, which makes a single step faster. `dropout`
+    is applied to the weights of the softmax, which then exist as a whole.
 
     With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
     its window. `lengths` must then be None.
@@ -51,19 +48,17 @@ def local_attention(
         last = after((k, v, rows.reset), state)
     else:
         state, last = states_between(after, (k, v, rows.reset), state, rows.time_axis)
+        empty = False
     # Steps are numbered relative to the first query, so those of the past are negative.
     slots = state.keys.shape[1]
     positions = positions_after(state.position, q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
-    slot = jnp.arange(slots, dtype=positions.dtype)[None]
-    past = Past(
-        state.keys.astype(k.dtype),
-        state.values.astype(v.dtype),
-        (slot - state.position[:, None]) % max(slots, 1) - slots,
-        jnp.any(state.position > 0),
-    )
-    return causal_attention(q, k, v, first, past, window=slots + 1), last
+    past = state if slots and not empty else None
+    if past is not None and grows and q.shape[1] == 1 and rows == Rows():
+        # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
+        past, k, v, first = last, k[:, :0], v[:, :0], first - 1
+    return causal_attention(q, k, v, first, past, window=slots + 1, dropout=dropout), last
 
 
 def _written(
@@ -78,18 +73,23 @@ def _written(
     positions = positions_after(state.position, time, reset)
     position = at_end(state.position, positions + 1, lengths)
     slots = state.keys.shape[1]
-    if not slots:
+    if not slots or time == 0:
         return state._replace(position=position)
-    step = jnp.arange(time, dtype=position.dtype)[None]
+    # Find the step of the key that each slot holds at the end, negative if it is in the cache.
     end = time if lengths is None else lengths[:, None].astype(position.dtype)
-    kept = (step < end) & (step >= end - jnp.minimum(position, slots)[:, None])
-    rows = jnp.arange(batch_size, dtype=position.dtype)[:, None]
-    index = jnp.where(kept, positions % slots, slots)
+    slot = jnp.arange(slots, dtype=position.dtype)[None]
+    step = end - 1 - (position[:, None] - 1 - slot) % slots
+    is_new = (step >= 0) & (step >= end - position[:, None])
 
     def written(cache: Array, new: Array) -> Array:
+        new = new.astype(cache.dtype)
         if reset is not None:
-            restarts = jnp.any(reset & (step < end), axis=1)
-            cache = jnp.where(restarts[:, None, None, None], 0, cache)
-        return cache.at[rows, index].set(new.astype(cache.dtype), mode="drop")
+            cache = jnp.where(jnp.any(reset, axis=1)[:, None, None, None], 0, cache)
+        if time == 1:  # write in place
+            index = jnp.where(end > 0, positions % slots, slots)
+            row = jnp.arange(batch_size, dtype=position.dtype)[:, None]
+            return cache.at[row, index].set(new, mode="drop")
+        new = jnp.take_along_axis(new, step[..., None, None], axis=1, mode="clip")
+        return jnp.where(is_new[..., None, None], new, cache)
 
     return LocalAttentionState(position, written(state.keys, k), written(state.values, v))

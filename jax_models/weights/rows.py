@@ -22,6 +22,10 @@ class _Row(NamedTuple):
     """Whether the parameters can be compared one by one. False if a key's array is their sum."""
     exact: bool
     """Whether export restores the keys' arrays exactly as they were imported."""
+    any_division: bool
+    """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
+    checks only their total size.
+    """
 
 
 class Weight(_Row):
@@ -33,7 +37,7 @@ class Weight(_Row):
     use, and that may be missing.
 
     Raises:
-        TypeError: `separate` or `exact` is not a bool.
+        TypeError: `separate`, `exact` or `any_division` is not a bool.
 
     """
 
@@ -47,12 +51,14 @@ class Weight(_Row):
         to_torch: Callable[..., tuple[Any, ...]],
         separate: bool = True,
         exact: bool = True,
+        any_division: bool = False,
     ) -> "Weight":
         """Makes a row from its fields."""
-        for name, flag in (("separate", separate), ("exact", exact)):
+        flags = {"separate": separate, "exact": exact, "any_division": any_division}
+        for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
-        return super().__new__(cls, params, keys, to_jax, to_torch, separate, exact)
+        return super().__new__(cls, params, keys, to_jax, to_torch, **flags)
 
 
 def same(param: str, key: str) -> Weight:

@@ -195,8 +195,11 @@ def check_entries(
             if key not in state_dict:
                 missing |= {key: like.shape} if row.params else {}
                 continue
+            value = state_dict[key]
+            if row.any_division and (size := np.shape(value)[:1]):
+                like = np.broadcast_to(np.zeros((), like.dtype), (*size, *like.shape[1:]))
             try:
-                (check if row.params else check_shape)(state_dict[key], like)
+                (check if row.params else check_shape)(value, like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}

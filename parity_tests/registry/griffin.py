@@ -127,9 +127,9 @@ def heads_in_turns(local_attention):
 def one_step_further(causal_attention):
     """Makes the window one step longer, as if it did not include the current step."""
 
-    def wrong(q, k, v, first, past, *, window):
+    def wrong(q, k, v, first, past, *, window, **options):
         return causal_attention(
-            q, k, v, jnp.where(first > 0, first - 1, first), past, window=window + 1
+            q, k, v, jnp.where(first > 0, first - 1, first), past, window=window + 1, **options
         )
 
     return wrong

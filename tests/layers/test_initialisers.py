@@ -23,7 +23,8 @@ INITS = {
 
 def partitioned(name):
     known = inspect.signature(getattr(jax_models, name).__init__).parameters
-    unused = {"bias_init"} if name in ("RGLRU", "GatedMLP") else set()  # no bias by default
+    no_bias = ("RGLRU", "GatedMLP", "ShortConvolution")  # by default
+    unused = {"bias_init"} if name in no_bias else set()
     return {k: nnx.with_partitioning(*v) for k, v in INITS.items() if k in known.keys() - unused}
 
 
@@ -33,8 +34,8 @@ def specs(layer):
 
 
 def expected(path):
-    """The expected axis names. Filters and norms have their own initializers and no names."""
-    if any(part in path for part in ("filter.", "ln", "norm")):
+    """The expected axis names. Filters, norms and decays have their own initializers, no names."""
+    if any(part in path for part in ("filter.", "ln", "norm", "dt_bias")):
         return P()
     *_, name = path.split(".")
     if name == "kernel_hh":
@@ -48,7 +49,8 @@ def expected(path):
 def test_axis_names_reach_the_parameters_and_stay(name):
     assert set(specs(nnx.eval_shape(partial(build, name))).values()) == {P()}
     with nnx.use_eager_sharding(False):
-        layer = nnx.eval_shape(partial(build, name, **partitioned(name)))
+        biases = {"use_bias": True, "out_bias": True} if name == "Attention" else {}
+        layer = nnx.eval_shape(partial(build, name, **biases, **partitioned(name)))
         names = specs(layer)
         assert names == {path: expected(path) for path in names}
         assert P(None, "model") in names.values()

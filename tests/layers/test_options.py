@@ -35,7 +35,13 @@ from jax_models.options import FloatingDtype, Index
 from train.optimizer import OptimizerConfig
 
 INTEGERS = (int, int | None)
-COUNTS = {"num_heads": 2, "num_blocks": 2, "num_groups": 2}
+COUNTS = {
+    "num_heads": 2,
+    "num_blocks": 2,
+    "num_groups": 2,
+    "num_key_heads": 2,
+    "num_value_heads": 2,
+}
 """Values of required arguments that are not widths."""
 
 
@@ -128,9 +134,11 @@ OF_OTHERS = [
     ("carry_init: not offered: .*init_s", lambda **k: GRU(3, 4, carry_init=None, **k)),
     ("the activations are fixed$", lambda **k: GRU(3, 4, nonlinearity="relu", **k)),
     ("not offered: Bidirectional", lambda **k: Hawk(3, bidirectional=True, **k)),
-    ("RMSNorm: eps: not offered: ε is fixed;", lambda **k: RMSNorm(3, eps=1e-5, **k)),
+    ("LayerNorm: eps: not offered: ε is fixed;", lambda **k: LayerNorm(3, eps=1e-5, **k)),
+    ("RMSNorm: eps: .* epsilon", lambda **k: RMSNorm(3, eps=1e-5, **k)),
     ("BatchNorm: eps: .* epsilon", lambda **k: BatchNorm(3, eps=1e-5, **k)),
-    ("generate: top_p: .*; tokens are", lambda **k: generate(None, None, 3, key=0, top_p=0.9)),
+    ("generate: min_p: .*; tokens are", lambda **k: generate(None, None, 3, key=0, min_p=0.9)),
+    ("generate: attention_mask: .* mask", lambda **k: generate(None, None, 3, attention_mask=0)),
     ("from_torch: strict: .*; every key", lambda **k: from_torch(None, {}, strict=False)),
 ]
 
@@ -177,6 +185,9 @@ REFUSED = [
             ("RWKV6Block", {"head_size": 5}),
             ("RWKV7Block", {"head_size": 5}),
             ("RWKVBlock", {"layer_index": 3, "num_layers": 3}),
+            ("GatedDeltaNet", {"num_key_heads": 4}),
+            ("GatedDeltaNet", {"epsilon": 0.0}),
+            ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
             ("RGLRU", {"epsilon": 1e-6}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),
             ("GriffinBlock", {"out_variance": 0.5, "kernel_init": nnx.initializers.zeros}),

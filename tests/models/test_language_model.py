@@ -21,8 +21,8 @@ from jax_models import (
     generate,
     stream,
 )
-from jax_models.models import generation
-from jax_models.models.generation import Decoder
+from jax_models.models import decoder
+from jax_models.models.decoder import Decoder
 from jax_models.models.sampling import _keep_largest, sample
 
 KEY = jax.random.key(0)
@@ -113,7 +113,7 @@ def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts,
         return steps(*args)
 
     monkeypatch.setattr(Decoder, "steps", timed_steps)
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decoder.time, "perf_counter", lambda: now[0])
     text = stream(model(context_length=None), tokens(1, 3), 1 + sum(counts), key=KEY)
     assert len(list(text)) == 1 + sum(counts)
     assert made[1:] == counts
@@ -150,12 +150,16 @@ def test_fifty_prompts_share_few_programs(context_length):
     lm = model(context_length=context_length, hidden_features=22)
     with compilations() as compiled:
         for i in range(50):
-            prompt = random.integers(0, 20, (1, random.integers(1, 400)))
+            prompt = random.integers(0, 20, (1, random.integers(2, 400)))
             prompt = prompt if i % 4 < 2 else jax.device_put(prompt)
             options = {
                 "key": jax.random.key(i),
                 "temperature": random.choice([0.0, 1.0, random.uniform(0.1, 2)]),
                 "top_k": random.choice([None, int(random.integers(1, 30))]),
+                "top_p": random.choice([None, random.uniform()]),
+                "repetition_penalty": random.choice([1.0, 1.2]),
+                "stop_tokens": [[], 3, (4, 5)][i % 3],
+                "mask": None if i % 5 else np.arange(prompt.shape[1])[None] > 0,
             }
             text = [generate, stream][i % 2](lm, prompt, int(random.integers(1, 150)), **options)
             # `generate` returns an array, which JAX would compile a program to iterate over.

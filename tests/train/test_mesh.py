@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_models import (
+    GatedDeltaNet,
     GatedMLP,
     GriffinRecurrence,
     Hawk,
@@ -215,6 +216,9 @@ def test_every_large_parameter_is_declared_and_divided(name):
 
 griffin = partial(GriffinRecurrence, 32, num_blocks=4, hidden_features=48)
 attention = partial(LocalAttention, 32, 4, window=9)
+delta = partial(
+    GatedDeltaNet, 32, num_key_heads=2, num_value_heads=4, key_features=8, value_features=6
+)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +236,10 @@ attention = partial(LocalAttention, 32, 4, window=9)
         (attention, "q_proj.kernel", 1),
         (attention, "k_proj.kernel", None),
         (partial(attention, num_kv_heads=4), "k_proj.kernel", 1),
+        (delta, "q_proj.kernel", 1),
+        (delta, "A_log", 0),
+        (delta, "conv.kernel", None),
+        (delta, "out_proj.kernel", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 import optax
 import pytest
 import torch
+import tyro
 from flax import nnx
 
 import parity_tests.report.command as parity_command
@@ -23,7 +25,7 @@ import train.__main__ as train_command
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, RWKV7LanguageModelConfig
 from jax_models.options import Index
 from train import convert, evaluate, export, generate
-from train.checks import Betas, NotNegative, Paths, Positive, Seed
+from train.checks import Betas, NotNegative, Paths, Positive, Probability, Seed, Texts
 from train.config import TrainConfig, from_fields, to_fields
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
@@ -93,6 +95,10 @@ REFUSED = {
     "train --preset rwkv6 --text {d}/abc --model.features 30": "error: --model.head-size:",
     "train --init {d}/no.safetensors": "no.safetensors: No such file or directory\n",
     "train --accumulate 3": "--accumulate:",
+    "train --freeze head nix": "--freeze: expected patterns that match the path of a",
+    "train --freeze (": "--freeze: expected regular expressions, got '('",
+    "train --freeze .": "--freeze: expected patterns that leave parameters to train, got .,",
+    "train --resume {f} --freeze head": "cannot change freeze of a run",
     "train --optimizer.ema-decay 1": "--optimizer.ema-decay:",
     "train --model.vocab-size 7": "--model.vocab-size:",
     "train --window 9": "--window:",
@@ -120,6 +126,13 @@ REFUSED = {
     "generate --weights {d}/a.pth --prompt-tokens '3 30'": "expected values in 0 … 29, got [30]",
     "generate --weights {d}/a.pth --prompt-tokens 99999999999": "got [99999999999]",
     "generate --run {f} --greedy --top-k 3": "--greedy:",
+    "generate --run {f} --greedy --top-p 0.9": "--greedy:",
+    "generate --run {f} --top-p 1.1": "--top-p: expected 0 … 1, got 1.1",
+    "generate --run {f} --repetition-penalty 0": "--repetition-penalty:",
+    "generate --run {f} --stop ab": "--stop: expected a single token, got 'ab', which has 2",
+    "generate --run {f} --prompt a --chat": "--chat: expected with --weights and --prompt",
+    "generate --run {f} --system a": "--system: expected with --chat",
+    "generate --weights {d}/a.pth --prompt-tokens 1 --stop 30": "got [30]",
     "generate --run {f} --prompt Zoë": "--prompt: not in the vocabulary: 'Z', 'ë'",
     "generate --run {f} --prompt ''": "--prompt:",
     "evaluate --run '{d}/no checkpoints'": "it has no checkpoints",
@@ -213,6 +226,9 @@ WRONG = {
     Positive: (*NUMBERS, 0, None),
     Positive | None: (*NUMBERS, 0),
     NotNegative: (*NUMBERS, None),
+    Probability | None: (*NUMBERS, 2),
+    Texts: (3, b"x", [3]),
+    Annotated[Texts, tyro.conf.UseAppendAction]: (3, b"x", [3]),
     Betas: (0.9, "ab", (0.9,), (0.9, 1), (NAN, 0), (True, 0), None),
     bool: (1, "no", None),
     Path: (3, None),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_ref.layers.local_attention import empty_cache, local_attention
+from torch_ref.layers.attention import empty_cache, local_attention
 from torch_ref.layers.state import State
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ref.layers.attention import SelfAttentionBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock
+from torch_ref.layers.self_attention import SelfAttentionBlock
 
 State = tuple[Any, int]
 

@@ -1,0 +1,237 @@
+"""The compiled programs that draw the tokens of a text."""
+
+import time
+from collections.abc import Callable, Generator
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jax_models.models.language_model import LanguageModel
+from jax_models.models.prompts import Lengths, Prompt, last_window
+from jax_models.models.sampling import Token, penalize, sample
+
+Leaves = list[Array]
+Tokens = Int[Array, "steps batch"]
+Index = Int[ArrayLike, ""]
+MOST_STEPS = 64
+"""The largest number of steps in one call of the compiled program."""
+CALL_SECONDS = 0.01
+"""The time that one call of `stream` should take with `steps_per_call="auto"`."""
+SHORTEST_PROMPT = 64
+"""The shortest length to which a prompt is padded. Longer prompts are padded to a power of two."""
+
+
+def padded_length(length: int, limit: int) -> int:
+    """One of a few lengths from `length` on, at most `limit`, so that few programs are compiled."""
+    return min(limit, max(SHORTEST_PROMPT, 1 << (length - 1).bit_length()))
+
+
+class Options(NamedTuple):
+    """How tokens are drawn. To draw from all tokens, `top_k` is the size of the vocabulary."""
+
+    temperature: Float[ArrayLike, ""]
+    top_k: Int[ArrayLike, ""]
+    top_p: Float[ArrayLike, ""]
+    repetition_penalty: Float[ArrayLike, ""]
+    stops: Bool[Array, " vocab"]
+    """Whether a row ends with a token."""
+
+
+class Drawn(NamedTuple):
+    """What the next tokens depend on, besides the logits."""
+
+    token: Token
+    """The last token of each row. A row that has stopped repeats it."""
+    seen: Bool[Array, "batch vocab"]
+    """The tokens of the prompt and those drawn so far."""
+    stopped: Bool[Array, " batch"]
+
+
+Calls = Generator[tuple[Tokens, int], Any, Any]
+Carry = tuple[Drawn, Any]
+"""What has been drawn, and the state before the last token, or the text of a full context."""
+
+
+class Decoder:
+    """The compiled programs that draw tokens from the models of one structure.
+
+    Each program takes the model's arrays as a flat list, because flattening a tree of variables at
+    every call would cost more time than a small model. Token i is drawn with the key
+    `fold_in(key, i)`.
+    """
+
+    def __init__(self, graphdef, structure, limit: int):
+        self.graphdef = graphdef
+        self.structure = structure
+        self.limit = limit
+
+    @partial(jax.jit, static_argnums=0)
+    def first(
+        self,
+        arrays: Leaves,
+        prompt: Prompt,
+        lengths: Lengths,
+        key: Key[Array, ""],
+        options: Options,
+    ) -> tuple[Tokens, Carry]:
+        """Draws the token after the prompts, whose rows have `lengths` tokens and then padding."""
+        model = self._model(arrays)
+        logits, state = model.last_logits(prompt, lengths=lengths)
+        batch_size, time = prompt.shape
+        vocab_size = model.config.vocab_size
+        is_real = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
+        row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+        seen = jnp.zeros((batch_size, vocab_size), bool)
+        seen = seen.at[row, jnp.where(is_real, prompt, vocab_size)].set(True, mode="drop")
+        before = Drawn(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
+        drawn = _draw(logits, before, jax.random.fold_in(key, 0), options)
+        return drawn.token[None], (drawn, state)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def steps(
+        self,
+        arrays: Leaves,
+        carry: Carry,
+        key: Key[Array, ""],
+        options: Options,
+        start: Index,
+        count: Index,
+    ) -> tuple[Tokens, Carry]:
+        """Draws the tokens start … start + count − 1 of `MOST_STEPS`. The carry is donated."""
+
+        def step(drawn: Drawn, state: Any, key: Key[Array, ""]) -> Carry:
+            logits, state = self._model(arrays).step(drawn.token, state)
+            return _draw(logits, drawn, key, options), state
+
+        return _repeat(step, carry, key, start, count)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def slides(
+        self,
+        arrays: Leaves,
+        carry: Carry,
+        key: Key[Array, ""],
+        options: Options,
+        start: Index,
+        count: Index,
+    ) -> tuple[Tokens, Carry]:
+        """Like `steps`, but computes each token from a whole window of the text.
+
+        The window (batch, limit) of a row moves by one once the row fills it.
+        """
+
+        def slide(drawn: Drawn, text: Any, key: Key[Array, ""]) -> Carry:
+            window, lengths = text
+            logits, _ = self._model(arrays).last_logits(window, lengths=lengths)
+            drawn = _draw(logits, drawn, key, options)
+            moved = jnp.where(
+                (lengths == self.limit)[:, None], jnp.roll(window, -1, axis=1), window
+            )
+            lengths = jnp.minimum(lengths + 1, self.limit)
+            row = jnp.arange(len(window), dtype=jnp.int32)
+            return drawn, (moved.at[row, lengths - 1].set(drawn.token), lengths)
+
+        return _repeat(slide, carry, key, start, count)
+
+    def calls(
+        self,
+        arrays: Leaves,
+        prompt: Prompt,
+        lengths: Lengths,
+        num_tokens: int,
+        key: Key[Array, ""],
+        options: Options,
+        steps_per_call: int | Literal["auto"],
+    ) -> Calls:
+        """Yields the tokens of each call after a prompt, and the number of them that are valid."""
+        longest = prompt.shape[1]
+        room = min(num_tokens, self.limit - longest + 1)
+        numpy: Any = np if isinstance(prompt, np.ndarray) else jnp
+        padding = padded_length(longest, self.limit) - longest
+        padded = numpy.pad(prompt, ((0, 0), (0, padding)))
+        tokens, carry = self.first(arrays, padded, lengths, key, options)
+        yield tokens, 1
+
+        drawn = [(tokens, 1)]
+        """The tokens from which the first window is made, if the text will fill the context."""
+
+        def advance(program, carry, start: int, end: int) -> Calls:
+            before, count = 1, 1 if steps_per_call == "auto" else steps_per_call
+            while start < end:
+                began = time.perf_counter()
+                count = min(count, end - start)
+                tokens, carry = program(arrays, carry, key, options, start, count)
+                if start < room < num_tokens:
+                    drawn.append((tokens, count))
+                yield tokens, count  # meanwhile the caller has waited for the previous call
+                start += count
+                if steps_per_call == "auto":
+                    a_step = (time.perf_counter() - began) / before
+                    in_time = int(CALL_SECONDS / a_step)
+                    before, count = count, max(1, min(2 * count, MOST_STEPS, in_time))
+            return carry
+
+        # Until the longest row fills the context, each token is computed by a step from the state.
+        last, _ = yield from advance(self.steps, carry, 1, room)
+        # From then on, each token is computed by a run over the last `limit` tokens.
+        if room < num_tokens:
+            numpy = jnp if isinstance(tokens, Tracer) else np
+            text = numpy.concatenate([numpy.asarray(tokens)[:count] for tokens, count in drawn])
+            window = last_window(prompt, lengths, text, self.limit)
+            yield from advance(self.slides, (last, window), room, num_tokens)
+
+    def _model(self, arrays: Leaves) -> LanguageModel:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
+
+
+def _draw(
+    logits: Float[Array, "batch vocab"], last: Drawn, key: Key[Array, ""], options: Options
+) -> Drawn:
+    """Draws a token in each row that has not stopped."""
+    logits = penalize(logits, last.seen, options.repetition_penalty)
+    token = sample(
+        logits,
+        key,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    token = jnp.where(last.stopped, last.token, token.astype(jnp.int32))
+    # A token is −1 if its logits are not finite. On a CPU, comparing is faster than a scatter.
+    seen = last.seen | (token[:, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
+    return Drawn(token, seen, last.stopped | ((token >= 0) & options.stops[token]))
+
+
+def _repeat(
+    advance: Callable[[Drawn, Any, Key[Array, ""]], Carry], carry: Carry, key, start, count
+) -> tuple[Tokens, Carry]:
+    """Calls `advance` up to `count` times, until all rows have stopped.
+
+    Returns `MOST_STEPS` tokens of each row, of which the last that was drawn is repeated, and the
+    last carry.
+    """
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(MOST_STEPS))
+
+    def goes_on(loop) -> Bool[Array, ""]:
+        i, _, (drawn, _) = loop
+        return (i < count) & ~drawn.stopped.all()
+
+    def once(loop):
+        i, tokens, (drawn, rest) = loop
+        drawn, rest = advance(drawn, rest, keys[i])
+        return i + 1, tokens.at[i].set(drawn.token), (drawn, rest)
+
+    tokens = jnp.zeros((MOST_STEPS, len(carry[0].token)), jnp.int32)
+    end, tokens, carry = jax.lax.while_loop(goes_on, once, (jnp.int32(0), tokens, carry))
+    is_drawn = jnp.arange(MOST_STEPS, dtype=jnp.int32)[:, None] < end
+    return jnp.where(is_drawn, tokens, carry[0].token[None]), carry
+
+
+decoder = lru_cache(maxsize=16)(Decoder)

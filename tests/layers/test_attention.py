@@ -1,0 +1,107 @@
+"""The caches of attention, and its errors."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import Attention, LocalAttention, SelfAttentionBlock, Stack, ops
+from parity_tests.engine.bounds.tolerance import assert_same
+
+build = partial(Attention, 8, 4, num_kv_heads=2, param_dtype=jnp.float64)
+
+
+def test_a_view_sets_the_caches_of_a_model():
+    rngs = nnx.Rngs(0)
+    model = Stack(
+        [
+            Attention(8, 2, rngs=rngs),
+            LocalAttention(8, 2, window=5, rngs=rngs),
+            SelfAttentionBlock(8, 2, rngs=rngs),
+        ]
+    )
+    view = nnx.view(model, max_length=9)
+    assert [state.keys.shape[1] for state in view.init_state(1)] == [9, 4, 9]
+    assert [state.keys.shape[1] for state in model.init_state(1)] == [0, 4, 1024]
+
+
+def test_without_a_limit_whole_sequences_have_any_length(x64):
+    layer, x = build(rngs=nnx.Rngs(0)), np.random.default_rng(0).standard_normal((2, 30, 8))
+    lengths = np.array([30, 4])
+    y, state = jax.jit(layer.__call__)(x, lengths=lengths)
+    np.testing.assert_array_equal(state.position, lengths)
+    expected, _ = nnx.view(layer, max_length=30)(x, lengths=lengths)
+    assert_same(y, expected, "outputs")
+    assert_same(layer(x[1, :4])[0], y[1, :4], "a row without a batch")
+    with pytest.raises(ValueError, match="max_length: expected the length"):
+        layer(x, state)
+
+
+def test_the_outputs_behind_max_length_are_nan(x64):
+    layer, x = build(max_length=6, rngs=nnx.Rngs(0)), np.ones((1, 12, 8))
+    with pytest.raises(ValueError, match="x: expected at most max_length=6 steps, got 12"):
+        layer(x)
+    y, state = layer(x[:, :4])
+    behind, _ = layer(x[:, :4], state)
+    y, _ = layer(x, reset=jnp.zeros((1, 12), bool).at[0, 5].set(True))
+    assert not jnp.isnan(behind[0, :2]).any()
+    assert jnp.isnan(behind[0, 2:]).all()
+    assert not jnp.isnan(y[0, :11]).any()
+    assert jnp.isnan(y[0, 11]).all()
+
+
+def test_a_step_needs_no_memory_for_the_slots_that_are_not_filled():
+    """A step works on one tile of the cache at a time, and writes its key in place."""
+    slots = 2**14
+    layer = Attention(64, 4, max_length=slots, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    step = jax.jit(lambda p, x, s: nnx.merge(graphdef, p).step(x, s), donate_argnums=2)
+    state = jax.eval_shape(lambda: layer.init_state(1))
+    program = step.lower(params, jax.ShapeDtypeStruct((1, 64), jnp.float32), state).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * slots * 64 / 4
+
+
+@pytest.mark.parametrize("time", [1, 3, 40])
+def test_only_filled_slots_are_read(x64, time):
+    """The others may hold anything, and their gradients are zero."""
+    rng = np.random.default_rng(time)
+    q, k, v = (rng.standard_normal((2, time, heads, 4)) for heads in (4, 2, 2))
+    keys, values = rng.standard_normal((2, 2, 1100, 2, 4))
+    position = np.array([3, 541])
+    filled = (np.arange(1100) < position[:, None])[..., None, None]
+
+    @jax.jit
+    def run(keys, values):
+        def loss(keys, values):
+            state = ops.LocalAttentionState(jnp.asarray(position), keys, values)
+            y, _ = ops.local_attention(q, k, v, state)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, (0, 1), has_aux=True)(keys, values)
+
+    gradients, y = run(keys, values)
+    others = run(np.where(filled, keys, np.nan), np.where(filled, values, np.inf))
+    assert_same(others[1], y, "outputs")
+    for gradient, other in zip(gradients, others[0], strict=True):
+        assert_same(other, gradient, "gradients")
+        assert (np.asarray(gradient)[~np.broadcast_to(filled, keys.shape)] == 0).all()
+        assert (np.asarray(gradient) != 0).sum() == position.sum() * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        ({"rotary_features": 3, "head_features": 3}, "rotary_features: expected at most"),
+        ({"window": 3, "max_length": 9}, "max_length: expected None with window=3"),
+        ({"qk_norm": "both"}, "qk_norm: expected"),
+        ({"epsilon": 0.0}, "epsilon: expected"),
+        ({"bias_init": nnx.initializers.ones}, "bias_init: expected None"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(8, 4, **{"num_kv_heads": 2} | options, rngs=nnx.Rngs(0))

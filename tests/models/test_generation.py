@@ -1,0 +1,232 @@
+"""Batches of prompts, the filters of the next token, and rows that stop."""
+
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import (
+    GRU,
+    GPModelConfig,
+    GriffinLanguageModelConfig,
+    HawkLanguageModelConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    RMSNorm,
+    RNNLanguageModelConfig,
+    generate,
+    stream,
+)
+from jax_models.models.decoder import Decoder
+from jax_models.models.sampling import _keep_nucleus, penalize, sample
+
+KEY = jax.random.key(0)
+VOCAB = 20
+CONFIGS = {
+    "rnn": RNNLanguageModelConfig(VOCAB, cell="gru"),
+    "rnn with positions": RNNLanguageModelConfig(VOCAB, context_length=9),
+    "hawk": HawkLanguageModelConfig(VOCAB, features=8, num_layers=2),
+    "griffin": GriffinLanguageModelConfig(VOCAB, features=8, num_heads=2, window=4),
+    "attention": GPModelConfig(VOCAB, 9, features=8, num_layers=1, num_heads=2, block="attention"),
+}
+
+
+def model(name: str = "rnn") -> LanguageModel:
+    return CONFIGS[name].build(rngs=nnx.Rngs(0))
+
+
+def padded(rows: list[list[int]], side: str, value: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and their mask, as a tokenizer of transformers returns them."""
+    time = max(map(len, rows))
+    pads = [[value] * (time - len(row)) for row in rows]
+    if side == "left":
+        tokens = [pad + row for pad, row in zip(pads, rows, strict=True)]
+        mask = [[0] * len(pad) + [1] * len(row) for pad, row in zip(pads, rows, strict=True)]
+    else:
+        tokens = [row + pad for pad, row in zip(pads, rows, strict=True)]
+        mask = [[1] * len(row) + [0] * len(pad) for pad, row in zip(pads, rows, strict=True)]
+    return np.array(tokens), np.array(mask)
+
+
+ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("side", "value"), [("left", 7), ("right", -1)])
+def test_padding_has_no_influence(name, side, value):
+    """Each row continues as alone, also where the rows fill a context one after the other."""
+    lm = model(name)
+    options = {"key": KEY, "temperature": 0, "repetition_penalty": 1.5}
+    tokens, mask = padded(ROWS, side, value)
+    together = generate(lm, tokens, 12, mask=mask, **options)
+    for row, found in zip(ROWS, together, strict=True):
+        np.testing.assert_array_equal(found, generate(lm, [row], 12, **options)[0])
+    same = generate(lm, tokens, 12, mask=jnp.array(mask, bool), **options)
+    np.testing.assert_array_equal(same, together)
+
+
+def test_a_prompt_longer_than_the_context_may_be_padded():
+    lm = model("attention")
+    rows = [np.arange(15).tolist(), [1, 2]]
+    tokens, mask = padded(rows, "left", 0)
+    together = generate(lm, tokens, 4, mask=mask, key=KEY, temperature=0)
+    for row, found in zip(rows, together, strict=True):
+        alone = generate(lm, [row], 4, key=KEY, temperature=0)
+        np.testing.assert_array_equal(found, alone[0])
+
+
+@pytest.mark.parametrize("name", ["rnn", "attention"])
+def test_a_mask_may_be_traced(name):
+    """A wrong mask, which cannot raise an error there, gives tokens of −1 in its row."""
+    lm = model(name)
+    graphdef, weights = nnx.split(lm)
+    tokens, mask = padded(ROWS, "left", 7)
+
+    @jax.jit
+    def text(weights, tokens, mask):
+        return generate(nnx.merge(graphdef, weights), tokens, 9, mask=mask, key=KEY)
+
+    expected = generate(lm, tokens, 9, mask=mask, key=KEY)
+    np.testing.assert_array_equal(text(weights, tokens, mask), expected)
+    mask[0, 2], mask[1] = 0, 0
+    found = text(weights, tokens, mask)
+    assert (found[:2] == -1).all()
+    np.testing.assert_array_equal(found[2], expected[2])
+
+
+def test_a_row_repeats_its_stop_token_and_the_text_ends_with_the_last_row(monkeypatch):
+    lm = model()
+    tokens, mask = padded(ROWS, "left", 7)
+    draw = partial(generate, lm, tokens, 90, mask=mask, key=KEY)
+    free, ends = np.asarray(draw()), (3, 8)
+    first = [np.flatnonzero(np.isin(row, ends))[0] for row in free]
+    assert max(first) < 60
+    expected = np.stack([
+        np.where(np.arange(90) < end, row, row[end]) for row, end in zip(free, first, strict=True)
+    ])  # fmt: skip
+    np.testing.assert_array_equal(draw(stop_tokens=ends), expected)
+    # Under jit, all columns are computed, and the loop still does nothing after the last stop.
+    graphdef, weights = nnx.split(lm)
+    traced = jax.jit(
+        lambda weights: generate(
+            nnx.merge(graphdef, weights), tokens, 90, mask=mask, key=KEY, stop_tokens=ends
+        )
+    )
+    np.testing.assert_array_equal(traced(weights), expected)
+    # A stream ends, whatever the size of its calls.
+    calls, steps = [], Decoder.steps
+    monkeypatch.setattr(Decoder, "steps", lambda *args: calls.append(args) or steps(*args))
+    for size in ("auto", 4):
+        text = stream(lm, tokens, 90, mask=mask, key=KEY, stop_tokens=ends, steps_per_call=size)
+        np.testing.assert_array_equal(np.stack([*text], axis=1), expected[:, : max(first) + 1])
+    assert len(calls) < 2 * 90 / 4
+    # One row may stop at its first token.
+    assert [*stream(lm, [[1]], 9, key=KEY, stop_tokens=range(VOCAB))][1:] == []
+
+
+def test_the_filters_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.standard_normal((5, 50))).astype(np.float32)
+    logits[1, :40] = -np.inf
+    tokens = rng.integers(0, 50, (5, 12))
+    as_torch = torch.tensor(logits)
+    seen = np.zeros((5, 50), bool)
+    np.put_along_axis(seen, tokens, True, axis=1)
+    for penalty in (1.0, 1.3, 0.5):
+        process = processors.RepetitionPenaltyLogitsProcessor(penalty)
+        theirs = process(torch.tensor(tokens), as_torch.clone()).numpy()
+        np.testing.assert_array_equal(jax.jit(penalize)(logits, seen, penalty), theirs)
+    for p in (0.0, 0.2, 0.9, 0.999):
+        theirs = processors.TopPLogitsWarper(p)(None, as_torch).numpy()
+        np.testing.assert_array_equal(jax.jit(_keep_nucleus)(logits, jnp.float32(p)), theirs)
+    # All together, in their order: penalty, temperature, top_k, top_p. The draws never leave it.
+    chain = [
+        processors.TemperatureLogitsWarper(1.7),
+        processors.TopKLogitsWarper(20),
+        processors.TopPLogitsWarper(0.8),
+    ]
+    theirs = as_torch
+    for process in chain:
+        theirs = process(None, theirs)
+    draw = jax.jit(partial(sample, temperature=1.7, top_k=20, top_p=0.8))
+    keys = jax.random.split(KEY, 3000)
+    drawn = np.asarray(jax.lax.map(lambda key: draw(logits, key), keys))
+    for row, expected in zip(drawn.T, torch.softmax(theirs, dim=-1).numpy(), strict=True):
+        frequencies = np.bincount(row, minlength=50) / len(row)
+        assert (frequencies[expected == 0] == 0).all()
+        np.testing.assert_allclose(frequencies, expected, atol=0.04)
+
+
+def test_a_penalty_counts_the_tokens_of_each_rows_own_text():
+    """Greedy tokens with a penalty, as a loop over the whole text computes them."""
+    lm = model()
+    forward = jax.jit(lambda text: lm(text)[0])
+    rows = [[3, 1, 4], [5, 9, 2]]
+    for _ in range(10):
+        text = np.array(rows)
+        logits = np.array(forward(np.pad(text, ((0, 0), (0, 13 - text.shape[1])))))
+        for row, of_row in zip(rows, logits[:, text.shape[1] - 1], strict=True):
+            seen = [*set(row)]
+            of_row[seen] = np.where(of_row[seen] < 0, of_row[seen] * 2, of_row[seen] / 2)
+            row.append(int(of_row.argmax()))
+    found = generate(lm, [[3, 1, 4], [5, 9, 2]], 10, key=KEY, temperature=0, repetition_penalty=2.0)
+    np.testing.assert_array_equal(found, np.array(rows)[:, 3:])
+
+
+class Sized(GRU):
+    """A layer that notes the number of slots that it is given."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def set_view(self, time_axis: str | None = None, max_length: int | None = None) -> None:
+        super().set_view(time_axis)
+        self.sizes.append(max_length)
+
+
+def test_caches_have_room_for_the_text():
+    """A few sizes, so that few programs are compiled, and at most the model's context."""
+    rngs = nnx.Rngs(0)
+    parts = {
+        "embedding": nnx.Embed(VOCAB, 8, rngs=rngs),
+        "blocks": Sized(8, 8, rngs=rngs),
+        "norm": RMSNorm(8, rngs=rngs),
+    }
+    lm = LanguageModel(LanguageModelConfig(VOCAB), **parts)
+    tokens, mask = padded([[1] * 70, [2] * 60], "left", 0)
+    generate(lm, [[1, 2]], 9, key=KEY)
+    for num_tokens in (58, 59):
+        generate(lm, tokens, num_tokens, mask=mask, key=KEY)
+    limited = LanguageModel(RNNLanguageModelConfig(VOCAB, context_length=9), **parts)
+    generate(limited, [[1, 2]], 3, key=KEY)
+    assert Sized.sizes == [64, 128, 256, 9]
+
+
+TWO = [[1, 2, 3], [4, 5, 6]]
+REFUSED = [
+    ("mask: expected the shape of the prompt", {"mask": [[1, 1]]}),
+    ("mask: expected the real tokens .* in row 1", {"mask": [[1, 1, 1], [1, 0, 1]]}),
+    ("mask: expected the real tokens .* in row 0", {"mask": [[0, 0, 0], [0, 0, 1]]}),
+    ("mask: expected 0 and 1", {"mask": [[0, 1, 2], [0, 1, 1]]}),
+    ("mask: expected booleans", {"mask": [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]}),
+    ("mask: expected rows of one length", {"mask": [[1], [1, 1]]}),
+    ("top_p: expected 0 … 1, got 1.5", {"top_p": 1.5}),
+    ("top_p: expected 0 … 1, got nan", {"top_p": float("nan")}),
+    ("top_p: expected a number", {"top_p": "0.9"}),
+    ("repetition_penalty: expected a positive number", {"repetition_penalty": 0}),
+    ("repetition_penalty: expected a number", {"repetition_penalty": True}),
+    (r"stop_tokens: expected values in 0 … 19, got \[-1, 20\]", {"stop_tokens": [-1, 3, 20]}),
+    ("stop_tokens: expected integers", {"stop_tokens": "</s>"}),
+]
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED)
+@pytest.mark.parametrize("call", [generate, stream])
+def test_refuses(message, options, call):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(model(), TWO, 3, key=KEY, **options)
