@@ -7,25 +7,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
-from jax_models.ops.delta_rule_steps import Steps, by_segment, in_segments, sequential, split_axis
+from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_over_devices
+from jax_models.ops.delta_rule_steps import (
+    Steps,
+    by_chunk,
+    by_segment,
+    by_time,
+    in_segments,
+    sequential,
+    split_axis,
+)
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
-from jax_models.ops.time_axis import states_between
 from jax_models.ops.varying import match_varying_axes
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
 CHUNKS = 8
 """The backward pass stores one state every 8 chunks and recomputes the others."""
-GONE = -1e5
-"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, become this one."""
 
 
 @checked()
@@ -127,88 +133,43 @@ def delta_rule(
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
     state, u = state.astype(dtype), u if u is None else u.astype(dtype)
-    run = partial(_run, method, min_log_w, rows)
-    # Over devices, find the state before this device's steps first, and then run from there.
+    run = partial(_run, method, min_log_w, rows, u)
     if rows.time_axis is None:
-        return run(steps, state, u)
-    state, last = _device_states(run, rows.time_axis, steps, state)
-    return run(steps, state, u)[0], last
+        return run(steps, state)
+    return run_over_devices(run, steps, state, rows.time_axis)
 
 
 def _run(
-    method: DeltaRuleMethod, min_log_w: float | None, rows: Rows, xs: Steps, state, u
+    method: DeltaRuleMethod, min_log_w: float | None, rows: Rows, u, xs: Steps, state
 ) -> tuple[Array, Array]:
     return _compiled(method, min_log_w, *match_varying_axes((xs, state, u, rows)))
-
-
-def _device_states(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array, Array]:
-    """Returns S before this device's steps, and S after the steps of all devices.
-
-    One run computes both E and M: E is the last state of a run from zero, and M that of a run from
-    the identity without values.
-    """
-    batch, heads, values, keys = start.shape
-    no_values = jnp.zeros((*xs.v.shape[:-1], keys), xs.v.dtype)
-    identity = jnp.broadcast_to(jnp.eye(keys, dtype=start.dtype), (batch, heads, keys, keys))
-    _, end = run(
-        xs._replace(v=jnp.concatenate([xs.v, no_values], axis=-1)),
-        jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
-        None,
-    )
-
-    def after(end, state):
-        E, M = jnp.split(end, [values], axis=-2)
-        return jnp.matmul(state, M, precision="highest") + E
-
-    return states_between(after, end, start, time_axis)
 
 
 def _delta_rule(
     method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, rows: Rows
 ) -> tuple[Array, Array]:
     restart = rows.reset
-    least = GONE if min_log_w is None else min_log_w
+    least = LOWEST_LOG_DECAY if min_log_w is None else min_log_w
     xs = xs._replace(log_w=jnp.where(xs.log_w < least, least, xs.log_w))
     xs = jax.tree.map(rows.masked, xs)
     chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
     if restart is None:
-        return _with_bonus(method, chunk, xs, state, u)
-    xs, state, (faults, fault_at_end) = _without_faults(xs, state, restart)
-    y, last = _with_bonus(method, chunk, xs, state, u, restart[..., None, None])
-    return _nan_where(faults, y), _nan_where(fault_at_end, last)
+        return _with_bonus(method, chunk, u, None, xs, state)
+    run = partial(_with_bonus, method, chunk, u, restart[..., None, None])
+    return isolated(run, xs, state, restart)
 
 
 _compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
 """Compiled, because an eager call would otherwise compile the scan each time."""
 
 
-def _without_faults(
-    xs: Steps, state: Array, restart: Bool[Array, "batch time"]
-) -> tuple[Steps, Array, tuple[Array, Array]]:
-    """Zeroes steps and states that are not finite, and marks the results that must become NaN.
-
-    A step that restarts multiplies the state by zero, and zero times NaN would carry a NaN from one
-    document to the next.
-    """
-    finite = jnp.stack([jnp.isfinite(x).all(axis=-1) for x in xs if x is not None]).all(axis=0)
-    xs = jax.tree.map(lambda x: jnp.where(finite[..., None], x, 0), xs)
-    start = jnp.isfinite(state).all(axis=(-2, -1))
-    state = jnp.where(start[..., None, None], state, 0)
-    step = jnp.arange(restart.shape[1])[None]
-    # The latest step that is not finite, and the first step of the current document; −1 if none.
-    latest = lax.cummax(jnp.where(finite, -1, step[..., None]), axis=1)
-    begun = lax.cummax(jnp.where(restart, step, -1), axis=1)[..., None]
-    faults = jnp.where(begun < 0, (latest >= 0) | ~start[:, None], latest >= begun)
-    return xs, state, (faults, faults[:, -1])
-
-
 def _with_bonus(
-    method: DeltaRuleMethod, chunk: Chunk, xs: Steps, state: Array, u, restart=None
+    method: DeltaRuleMethod, chunk: Chunk, u, restart: Array | None, xs: Steps, state: Array
 ) -> tuple[Array, Array]:
     """Returns all y and the last S. At a restart, a step ignores the state before it."""
     r = xs.r
     if restart is not None:
-        xs = xs._replace(log_w=jnp.where(restart, GONE, xs.log_w))
+        xs = xs._replace(log_w=jnp.where(restart, LOWEST_LOG_DECAY, xs.log_w))
         if xs.a is not None:
             xs = xs._replace(a=jnp.where(restart, 0, xs.a))
         if not chunk.reads_after:
@@ -224,10 +185,6 @@ def _with_bonus(
     if u is not None:
         y += xs.v * jnp.sum(r * u[None, None] * xs.k, axis=-1, keepdims=True)
     return y, last
-
-
-def _nan_where(faults: Array, x: Array) -> Array:
-    return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -263,24 +220,13 @@ def _chunked(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
     def chunks(state, xs):
         return lax.scan(lambda state, x: across(state, *x), state, chunk.within(*xs))
 
-    by_segment = jax.tree.map(lambda x: split_axis(x, 0, count), _by_chunk(xs))
+    by_segment = jax.tree.map(lambda x: split_axis(x, 0, count), by_chunk(xs, CHUNK))
     y, last = in_segments(chunks, by_segment, state)
-    return _by_time(y.reshape(-1, *y.shape[2:]), time), last
+    return by_time(y.reshape(-1, *y.shape[2:]), time), last
 
 
 def _in_kernel(interpret: bool, chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
     """Runs the chunks in one kernel, one after the other."""
-    chunks = [x for x in _by_chunk(xs) if x is not None]
+    chunks = [x for x in by_chunk(xs, CHUNK) if x is not None]
     (y,), last = matrix_scan(chunk, state, chunks, interpret=interpret)
-    return _by_time(y, xs.k.shape[1]), last
-
-
-def _by_chunk(xs: Steps) -> Steps:
-    """From (batch, time, heads, features) to (chunks, batch, heads, step, features)."""
-    return jax.tree.map(lambda x: jnp.moveaxis(split_axis(x, 1, CHUNK), (1, 3), (0, 2)), xs)
-
-
-def _by_time(y: Array, time: int) -> Array:
-    """From (chunks, batch, heads, step, features) to (batch, time, heads, features)."""
-    y = jnp.moveaxis(y, (0, 2), (1, 3))
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :time]
+    return by_time(y, xs.k.shape[1]), last

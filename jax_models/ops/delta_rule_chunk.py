@@ -4,10 +4,11 @@ import dataclasses
 from functools import partial
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
+
+from jax_models.ops.inverse_of_steps import inverse_of_steps, pairs, step_and_other
 
 LEVELS = 4
 CHUNK = 2**LEVELS
@@ -52,7 +53,7 @@ class Chunk:
         of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
         if a is None or b is None:
             return decays.fade, of_start, y, v, decays.to_end(k)
-        inverse = _inverse(decays.scores(a, b, reads_after=False))
+        inverse = inverse_of_steps(decays.scores(a, b, reads_after=False))
         u_of_start = _product(inverse, decays.of_start(a, reads_after=False))
         u = _product(inverse, _product(decays.scores(a, k, reads_after=False), v))
         of_b = scores_of_r(b)
@@ -87,7 +88,7 @@ class _FactoredDecays(_Decays):
     """
 
     def __init__(self, log_w: Array) -> None:
-        t, i = _step_and_other()
+        t, i = step_and_other(CHUNK)
         total = _sums(i <= t, log_w)
         self.before, self.after = jnp.exp(total - log_w), jnp.exp(total)
         self.inverse = jnp.exp(-total)
@@ -100,7 +101,7 @@ class _FactoredDecays(_Decays):
         return writers * (self.inverse * self.fade)
 
     def scores(self, readers, writers, reads_after):
-        t, i = _step_and_other()
+        t, i = step_and_other(CHUNK)
         readers, writers = self.of_start(readers, reads_after), writers * self.inverse
         return _only(i <= t if reads_after else i < t, _scores(readers, writers))
 
@@ -113,7 +114,7 @@ class _BlockwiseDecays(_Decays):
     """
 
     def __init__(self, log_w: Array) -> None:
-        t, i = _step_and_other()
+        t, i = step_and_other(CHUNK)
         self.w = jnp.exp(log_w)
         self.fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
         self.start, self.end = jnp.exp(_sums(i < t, log_w)), jnp.exp(_sums(i > t, log_w))
@@ -121,7 +122,7 @@ class _BlockwiseDecays(_Decays):
         for level in range(LEVELS):
             same = t >> level == i >> level
             rows, columns = _sums(same & (i < t), log_w), _sums(same & (i > t), log_w)
-            self.blocks.append((_pairs(level), jnp.exp(rows), jnp.exp(columns)))
+            self.blocks.append((pairs(CHUNK, level), jnp.exp(rows), jnp.exp(columns)))
 
     def of_start(self, readers, reads_after):
         return (readers * self.w if reads_after else readers) * self.start
@@ -132,13 +133,13 @@ class _BlockwiseDecays(_Decays):
     def scores(self, readers, writers, reads_after):
         then = readers * self.w if reads_after else readers
         products = [
-            _only(pairs, _scores(then * rows, writers * columns))
-            for pairs, rows, columns in self.blocks
+            _only(among, _scores(then * rows, writers * columns))
+            for among, rows, columns in self.blocks
         ]
         scores = sum(products[1:], start=products[0])
         if not reads_after:
             return scores
-        t, i = _step_and_other()
+        t, i = step_and_other(CHUNK)
         own = jnp.sum(readers * writers, axis=-1, keepdims=True)
         return scores + _only(i == t, jnp.broadcast_to(own, scores.shape))
 
@@ -156,43 +157,6 @@ def across(state, fade, of_start, y, v, k, *corrections):
 def is_bounded(min_log_w: float | None) -> bool:
     """Whether the decays of a chunk can be factored if no log decay is below `min_log_w`."""
     return min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
-
-
-def _step_and_other() -> tuple[Array, Array]:
-    """Returns the steps t along the rows of a matrix, and the steps i along its columns."""
-    t, i = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    return t, i
-
-
-def _pairs(level: int) -> Array:
-    """Marks pairs with t in the second and i in the first of two blocks of 2^level steps."""
-    t, i = _step_and_other()
-    t, i = t >> level, i >> level
-    return (t & 1 == 1) & (t == i + 1)
-
-
-@jax.custom_jvp
-def _inverse(scores: Array) -> Array:
-    """(I − scores)⁻¹ for scores that are 0 if i ≥ t, from the inverses of ever larger blocks.
-
-    The inverse is also the sum of the powers of the scores, but these can be much larger than their
-    sum.
-    """
-    t, i = _step_and_other()
-    inverse = jnp.broadcast_to((i == t).astype(scores.dtype), scores.shape)
-    for level in range(LEVELS):
-        pairs = jnp.broadcast_to(_pairs(level), scores.shape)
-        between = _product(_product(inverse, jnp.where(pairs, scores, 0)), inverse)
-        inverse = jnp.where(pairs, between, inverse)  # on a v6e, libtpu 0.0.42 fails on a sum
-    return inverse
-
-
-@_inverse.defjvp
-def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The derivative of the inverse, (I − A)⁻¹ dA (I − A)⁻¹."""
-    (scores,), (d_scores,) = primals, tangents
-    inverse = _inverse(scores)
-    return inverse, _product(_product(inverse, d_scores), inverse)
 
 
 def _scores(readers: Array, writers: Array) -> Array:

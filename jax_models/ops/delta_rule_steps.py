@@ -187,3 +187,14 @@ def split_axis(x: Array, axis: int, size: int) -> Array:
     pads[axis] = (0, -time % size)
     x = jnp.pad(x, pads)
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def by_chunk(xs: Any, size: int) -> Any:
+    """From (batch, time, heads, features) to (chunks, batch, heads, step, features)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(split_axis(x, 1, size), (1, 3), (0, 2)), xs)
+
+
+def by_time(y: Array, time: int) -> Array:
+    """From (chunks, batch, heads, step, features) to (batch, time, heads, features)."""
+    y = jnp.moveaxis(y, (0, 2), (1, 3))
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :time]

@@ -1,15 +1,22 @@
 """The gated delta rule: a delta rule whose heads each decay at a single rate."""
 
+from functools import partial
 from typing import Literal, Unpack
 
+import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
-from jax_models.ops.delta_rule import delta_rule
-from jax_models.ops.l2_normalize import l2_normalize
-from jax_models.ops.rows import DividedMasks
+from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_over_devices
+from jax_models.ops.delta_rule_steps import Steps, by_chunk, by_time, sequential
+from jax_models.ops.gated_delta_chunk import CHUNK, Chunk, GatedSteps, Keys, chunked
+from jax_models.ops.kernels.device_scan import KERNEL_METHODS
+from jax_models.ops.kernels.matrix_scan import matrix_scan
+from jax_models.ops.rows import DividedMasks, Rows, given_rows
+from jax_models.ops.varying import match_varying_axes
 
 GatedDeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
@@ -47,15 +54,25 @@ def gated_delta_rule(
         state: S before the first step. None: zero.
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
-        method: as in `delta_rule`.
+        method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
+            matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
+            kernel of a TPU, and "pallas_interpreted" runs that kernel in an interpreter. "auto" is
+            sequential with fewer than 64 steps or a symbolic number of steps, and chunked
+            otherwise. All methods compute in at least float32, with the highest precision on a TPU.
+            For the backward pass, "chunked" and the kernels store one state every 64 steps. Unless
+            the method is sequential or `reset` is given, a NaN also reaches the outputs of up to 63
+            steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
-            restarts from zero.
+            restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
+            what they do to a state, and once from the state that the devices before it found.
 
     Returns:
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: as in `delta_rule`.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
+            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
+            device, dtype, division over devices or head size.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, heads is no multiple of key_heads, a length lies outside 0 …
             time, or there is no such method.
@@ -63,18 +80,67 @@ def gated_delta_rule(
     Source: Yang et al. 2024 (Gated DeltaNet, arXiv 2412.06464).
 
     """
-    heads, key_heads = v.shape[2], k.shape[2]
-    if heads % key_heads:
+    rows = given_rows(masks)
+    batch, time, heads, values = v.shape
+    if heads % k.shape[2]:
         raise ValueError(
-            f"v: expected heads to be a multiple of key_heads = {key_heads}, got {heads}"
+            f"v: expected heads to be a multiple of key_heads = {k.shape[2]}, got {heads}"
         )
-    arrays = (q, k, v, log_decay, beta, *(() if state is None else (state,)))
-    dtype = common_carry_dtype(*arrays)
-    q, k, v, log_decay, beta = (x.astype(dtype) for x in arrays[:5])
-    if normalize:
-        q, k = l2_normalize(q), l2_normalize(k)
-    q, k = (jnp.repeat(x, heads // key_heads, axis=2) for x in (q * scale, k))
-    log_w = jnp.broadcast_to(log_decay[..., None], k.shape)
-    learned = beta[..., None] * k
-    corrected = -jnp.exp(log_w) * learned
-    return delta_rule(q, log_w, learned, v, k, corrected, state, method=method, **masks)
+    arrays = q, k, v, log_decay, beta
+    dtype = common_carry_dtype(*arrays, *(() if state is None else (state,)))
+    if state is None:
+        state = jnp.zeros((batch, heads, values, k.shape[-1]), dtype)
+    if 0 in v.shape or 0 in k.shape:
+        return jnp.zeros(v.shape, dtype), state.astype(dtype)
+    # Chunks need a known number of steps, and are slower for fewer steps than one chunk has.
+    if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
+        method = "sequential"
+    steps = GatedSteps(q, k, v, *(x[..., None].astype(dtype) for x in (log_decay, beta)))
+    run = partial(_run, method, Keys(normalize, scale), rows)
+    if rows.time_axis is None:
+        return run(steps, state.astype(dtype))
+    return run_over_devices(run, steps, state.astype(dtype), rows.time_axis)
+
+
+def _run(
+    method: GatedDeltaRuleMethod, keys: Keys, rows: Rows, xs: GatedSteps, state
+) -> tuple[Array, Array]:
+    return _compiled(method, keys, *match_varying_axes((xs, state, rows)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(
+    method: GatedDeltaRuleMethod, keys: Keys, xs: GatedSteps, state, rows: Rows
+) -> tuple[Array, Array]:
+    """Is compiled, because an eager call would otherwise compile the scan each time."""
+    low = xs.log_decay < LOWEST_LOG_DECAY
+    xs = xs._replace(log_decay=jnp.where(low, LOWEST_LOG_DECAY, xs.log_decay))
+    xs = jax.tree.map(rows.masked, xs)
+    restart = rows.reset
+    if restart is None:
+        return _by_method(method, keys, xs, state)
+
+    def restarted(xs, state):
+        log_decay = jnp.where(restart[..., None, None], LOWEST_LOG_DECAY, xs.log_decay)
+        return _by_method(method, keys, xs._replace(log_decay=log_decay), state)
+
+    return isolated(restarted, xs, state, restart)
+
+
+def _by_method(
+    method: GatedDeltaRuleMethod, keys: Keys, xs: GatedSteps, state: Array
+) -> tuple[Array, Array]:
+    if method not in ("sequential", *KERNEL_METHODS):
+        return chunked(keys, xs, state)
+    time = xs.k.shape[1]
+    xs = keys(xs, state.dtype, axis=2)
+    if method in KERNEL_METHODS:
+        chunks = by_chunk(xs, CHUNK)
+        (y,), last = matrix_scan(
+            Chunk(whole=CHUNK), state, chunks, interpret=KERNEL_METHODS[method]
+        )
+        return by_time(y, time), last
+    log_w = jnp.broadcast_to(xs.log_decay, xs.k.shape)
+    learned = xs.beta * xs.k
+    corrected = -jnp.exp(xs.log_decay) * learned
+    return sequential(True, Steps(xs.q, log_w, learned, xs.v, xs.k, corrected), state)

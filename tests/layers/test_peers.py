@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -189,13 +190,14 @@ class Peer(torch.nn.Module):
     It would compute in float32 for any input; here, it computes float64 inputs in float64.
     """
 
-    def __init__(self, model: str, name: str):
+    def __init__(self, model: str, name: str, options: dict):
         super().__init__()
         module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
         self.function = inspect.unwrap(getattr(module, name))  # not an installed kernel
+        self.options = options
 
     def forward(self, q, k, v, log_decay, rate, state=None):
-        arguments = {"initial_state": state, "output_final_state": True}
+        arguments = {"initial_state": state, "output_final_state": True} | self.options
         with InFloat64() if q.dtype == torch.float64 else nullcontext():
             return self.function(q, k, v, log_decay, rate, **arguments)
 
@@ -205,6 +207,15 @@ def gated_delta_net(method, _, q, k, v, log_decay, rate, state=None):
     rate = rate[..., None]
     log_w = jnp.broadcast_to(log_decay[..., None], k.shape)
     return delta_rule(method, q, log_w, rate * k, v, k, -rate * jnp.exp(log_w) * k, state)
+
+
+def gated_delta_rule(method, _, q, k, v, log_decay, rate, state=None):
+    """The operator of its own, with the peer's scale, normalization and state."""
+    state = None if state is None else state.mT
+    y, last = ops.gated_delta_rule(
+        q, k, v, log_decay, rate, state, scale=q.shape[-1] ** -0.5, normalize=True, method=method
+    )
+    return y, last.mT
 
 
 def kimi_delta_attention(method, _, q, k, v, log_decay, rate, state=None):
@@ -221,12 +232,15 @@ def delta_rule(method, q, log_w, k, v, a, b, state):
     return y, last.mT
 
 
-PEERS = {
-    "torch_recurrent_gated_delta_rule": (gated_delta_net, "qwen3_next"),
-    "torch_chunk_gated_delta_rule": (gated_delta_net, "qwen3_next"),
-    "recurrent_kimi_delta_attention": (kimi_delta_attention, "kimi_linear"),
-    "chunk_kimi_delta_attention": (kimi_delta_attention, "kimi_linear"),
-}
+PEERS = [
+    *itertools.product(
+        (gated_delta_net, gated_delta_rule),
+        ("qwen3_next",),
+        ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"),
+    ),
+    (kimi_delta_attention, "kimi_linear", "recurrent_kimi_delta_attention"),
+    (kimi_delta_attention, "kimi_linear", "chunk_kimi_delta_attention"),
+]
 
 
 def steps(ours, time: int):
@@ -243,8 +257,9 @@ def steps(ours, time: int):
 
 @pytest.mark.parametrize("time", [1, 37, 131])
 @pytest.mark.parametrize("method", ["sequential", "chunked"])
-@pytest.mark.parametrize("name", PEERS)
-def test_the_delta_rule_is_that_of_transformers(name, method, time):
+@pytest.mark.parametrize(("ours", "model", "name"), PEERS)
+def test_the_delta_rule_is_that_of_transformers(ours, model, name, method, time):
     """Compares the outputs, the last states and the gradients of all inputs."""
-    ours, model = PEERS[name]
-    assert_parity(Peer(model, name), partial(ours, method), *steps(ours, time), weights=dict)
+    options = {"use_qk_l2norm_in_kernel": True} if ours is gated_delta_rule else {}
+    peer = Peer(model, name, options)
+    assert_parity(peer, partial(ours, method), *steps(ours, time), weights=dict)

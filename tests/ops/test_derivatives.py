@@ -55,6 +55,14 @@ def delta_rule(r, log_w, k, v, a, b, state, **options):
     return jnp.where(REAL[..., None], y, 0), last
 
 
+def gated_delta_rule(q, k, v, log_decay, beta, state, **options):
+    masks = {"lengths": LENGTHS, "reset": RESET}
+    y, last = ops.gated_delta_rule(
+        q, k, v, -jnp.exp(log_decay), beta, state, normalize=True, **masks, **options
+    )
+    return jnp.where(REAL[..., None], y, 0), last
+
+
 def local_attention(q, k, v, keys, values):
     """Attention of rows that have read five steps or one. A document ends among the new steps."""
     state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
@@ -75,6 +83,12 @@ KEYS, VALUES = (BATCH, TIME, 2, 3), (BATCH, TIME, 2, 4)
 SHAPES = {
     local_attention: (VALUES, *[(BATCH, TIME, 1, 4)] * 2, *[(BATCH, 3, 1, 4)] * 2),
     delta_rule: (KEYS, KEYS, KEYS, VALUES, KEYS, KEYS, (BATCH, 2, 4, 3)),
+    gated_delta_rule: (
+        *[(BATCH, TIME, 1, 3)] * 2,
+        VALUES,
+        *[(BATCH, TIME, 2)] * 2,
+        (BATCH, 2, 4, 3),
+    ),
     of_real_numbers: (SEQUENCE, SEQUENCE, ROW),
     of_complex_numbers: ((*SEQUENCE, 2), (*SEQUENCE, 2), (*ROW, 2)),
     modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
@@ -88,11 +102,17 @@ IN_BOTH_MODES = [
     (of_complex_numbers, {"method": "auto"}),
     (modal_conv, {}),
     (wkv, {"method": "auto"}),
+    (gated_delta_rule, {"method": "chunked"}),
     (ops.long_conv, {"method": "twisted"}),
 ]
 ALL = [
     *IN_BOTH_MODES,
-    *((delta_rule, {"method": m}) for m in ("sequential", "chunked", "pallas_interpreted")),
+    *(
+        (rule, {"method": m})
+        for rule in (delta_rule, gated_delta_rule)
+        for m in ("sequential", "chunked", "pallas_interpreted")
+        if (rule, {"method": m}) not in IN_BOTH_MODES
+    ),
     *(
         (of_real_numbers, {"method": m, "reverse": reverse})
         for m in ("auto", "associative", "chunked", "pallas_interpreted")

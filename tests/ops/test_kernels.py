@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_models.ops import WKVState, delta_rule, wkv
+from jax_models.ops import WKVState, delta_rule, gated_delta_rule, wkv
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_recurrence import linear_recurrence
@@ -56,10 +56,17 @@ def with_bonus(x, **options):
     return delta_rule(x["r"], x["log_w"], x["k"], x["v"], **others, **options)
 
 
+def gated(x, **options):
+    """The keys of `a`, which have a length of 1, and the first key's decay and rate."""
+    log_decay, beta = x["log_w"][..., 0], jnp.abs(x["b"]).max(axis=-1)
+    return gated_delta_rule(x["r"], x["a"], x["v"], log_decay, beta, x["state"], **options)
+
+
 OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
 DELTA_RULES = {
     corrected: ("r", "log_w", "k", "v", "a", "b", "state"),
     with_bonus: ("r", "log_w", "k", "v", "state", "u"),
+    gated: ("r", "a", "v", "log_w", "b", "state"),
 }
 
 
@@ -117,6 +124,7 @@ DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
         *itertools.product(OPERATORS, [ROW_SCANS[3]], [True]),
         *itertools.product(DELTA_RULES, [DELTA_SIZES[1]], [True]),
         (partial(corrected, min_log_w=-1.0), DELTA_SIZES[1], True),
+        (gated, (1, 130, 2, 5, 4), False),
     ],
 )
 def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capfd):
@@ -290,10 +298,10 @@ def test_mapped_delta_rules_are_one_kernel():
     assert lowered.count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("operator", [*OPERATORS, corrected])
+@pytest.mark.parametrize("operator", [*OPERATORS, corrected, gated])
 def test_what_has_no_kernel(x64, operator):
     x, other = numbers(2, 3, 5), "associative"
-    if operator is corrected:
+    if operator in DELTA_RULES:
         x, other = delta_numbers(2, 3, 1, 5, 4), "chunked"
     x = {name: jnp.asarray(value) for name, value in x.items()}
     with pytest.raises(NotImplementedError, match=f'"{other}" can: it has no kernel for this'):
@@ -301,7 +309,7 @@ def test_what_has_no_kernel(x64, operator):
     traced = jax.jit(partial(operator, method="pallas")).trace(x)
     with pytest.raises(NotImplementedError, match="the kernel computes in float32, got float64"):
         traced.lower(lowering_platforms=("tpu",))
-    if operator is corrected:
+    if operator in DELTA_RULES:
         with pytest.raises(NotImplementedError, match="it has no kernel for this platform"):
             traced.lower(lowering_platforms=("cuda",))
     else:

@@ -1,0 +1,73 @@
+"""Documents and devices of both delta rules, which keep a matrix (value, key) for each head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jax_models.ops.time_axis import states_between
+
+LOWEST_LOG_DECAY = -1e5
+"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, become this one."""
+
+
+def isolated(
+    run: Callable[[Any, Array], tuple[Array, Array]],
+    xs: Any,
+    state: Array,
+    restart: Bool[Array, "batch time"],
+) -> tuple[Array, Array]:
+    """Calls `run(xs, state)` so that no NaN or infinity passes from one document to the next.
+
+    A step that restarts multiplies the state by zero, and zero times NaN is NaN. So the steps and
+    states that are not finite become zero, and the results that depend on them become NaN.
+
+    Args:
+        run: returns y and the last state.
+        xs: arrays (batch, time, heads, features), where heads may divide those of the state.
+        state: the state before the first step.
+        restart: the steps at which `run` ignores the state before.
+
+    """
+    heads = state.shape[1]
+    finite = [jnp.isfinite(x).all(axis=-1) for x in jax.tree.leaves(xs)]
+    finite = jnp.stack([jnp.repeat(x, heads // x.shape[2], axis=2) for x in finite]).all(axis=0)
+    start = jnp.isfinite(state).all(axis=(-2, -1))
+    y, last = run(*jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), (xs, state)))
+    step = jnp.arange(restart.shape[1])[None]
+    # The latest step that is not finite, and the first step of the current document; −1 if none.
+    latest = lax.cummax(jnp.where(finite, -1, step[..., None]), axis=1)
+    begun = lax.cummax(jnp.where(restart, step, -1), axis=1)[..., None]
+    faults = jnp.where(begun < 0, (latest >= 0) | ~start[:, None], latest >= begun)
+    return _nan_where(faults, y), _nan_where(faults[:, -1], last)
+
+
+def _nan_where(faults: Array, x: Array) -> Array:
+    return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
+
+
+def run_over_devices(
+    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, time_axis: str
+) -> tuple[Array, Array]:
+    """Runs this device's steps from the state before them, and returns the last state of all.
+
+    The steps of a device turn S into S M + E. One run computes both E and M: E is the last state of
+    a run from zero, and M that of a run from the identity without values.
+    """
+    batch, heads, values, keys = start.shape
+    no_values = jnp.zeros((*xs.v.shape[:-1], keys), xs.v.dtype)
+    identity = jnp.broadcast_to(jnp.eye(keys, dtype=start.dtype), (batch, heads, keys, keys))
+    _, end = run(
+        xs._replace(v=jnp.concatenate([xs.v, no_values], axis=-1)),
+        jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
+    )
+
+    def after(end, state):
+        E, M = jnp.split(end, [values], axis=-2)
+        return jnp.matmul(state, M, precision="highest") + E
+
+    before, last = states_between(after, end, start, time_axis)
+    return run(xs, before)[0], last

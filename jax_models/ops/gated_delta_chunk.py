@@ -1,0 +1,192 @@
+"""Chunks of the gated delta rule as matrix products, and a scan over the chunks."""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_models.ops.inverse_of_steps import inverse_of_steps, step_and_other
+from jax_models.ops.l2_normalize import l2_normalize
+from jax_models.ops.linear_map import linear_map
+from jax_models.ops.varying import match_varying_axes
+
+CHUNK = 64
+"""The number of steps that are computed by matrix products."""
+
+
+class GatedSteps(NamedTuple):
+    """The arrays of `gated_delta_rule` that have a value for each step.
+
+    The log decays and the rates have a last axis of size 1.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    log_decay: Array
+    beta: Array
+
+
+class Keys(NamedTuple):
+    """How queries and keys are prepared: per chunk, so that no prepared copy is stored."""
+
+    normalize: bool
+    scale: float
+
+    def __call__(self, xs: GatedSteps, dtype, axis: int) -> GatedSteps:
+        """Casts the steps, and normalizes, scales and repeats their queries and keys.
+
+        Args:
+            xs: the steps.
+            dtype: the dtype of the state.
+            axis: the axis of the heads.
+
+        """
+        q, k, v, log_decay, beta = (x.astype(dtype) for x in xs)
+        if self.normalize:
+            q, k = l2_normalize(q), l2_normalize(k)
+        shared = v.shape[axis] // k.shape[axis]
+        q, k = (jnp.repeat(x, shared, axis=axis) for x in (self.scale * q, k))
+        return GatedSteps(q, k, v, log_decay, beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
+
+    S₀ is the state before the chunk. Of the decays α, D_ti is the product over the steps
+    i + 1 … t, e_t that over the steps up to t, and f_i that over the steps after i. Each step adds
+    u_t k_tᵀ to the decayed state:
+
+        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t)
+        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i
+        S = S₀ Π α + Σ_i f_i u_i k_iᵀ
+
+    Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
+    that a strong decay costs the other steps no digits, and no exponential overflows.
+    """
+
+    whole: int
+    """The `whole` of `inverse_of_steps`."""
+
+    def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
+        """Returns the state after the steps, and their outputs."""
+        q, k, v, log_decay, beta = xs
+        size = k.shape[-2]
+        t, i = step_and_other(size)
+        until = (i <= t).astype(k.dtype)
+        decays = jnp.exp(_product(until, jnp.where(t > i, log_decay, 0)))
+        of_start, to_end = (jnp.exp(_product(x, log_decay)) for x in (until, 1 - until))
+        # In one product each, queries and keys read the keys and the state.
+        readers = jnp.concatenate([q, k], axis=-2)
+        scores = _einsum("...tk,...ik->...ti", readers, k)
+        of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
+        found = _einsum("...tk,...vk->...tv", readers, state)
+        found_by_q, found_by_k = found[..., :size, :], found[..., size:, :]
+        earlier = -beta * jnp.where(i < t, of_k, 0)
+        u = _solve(self.whole, earlier, beta * (v - of_start * found_by_k))
+        fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
+        after = state * fade + _einsum("...tv,...tk->...vk", u, to_end * k)
+        return after, (of_start * found_by_q + _product(jnp.where(i <= t, of_q, 0), u),)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _solve(whole: int, scores: Array, x: Array) -> Array:
+    """Solves (I − A) u = x for scores A that are 0 if i ≥ t."""
+    return _product(inverse_of_steps(scores, whole), x)
+
+
+@_solve.defjvp
+def _solve_jvp(whole: int, primals, tangents):
+    (scores, x), (d_scores, d_x) = primals, tangents
+    inverse = inverse_of_steps(scores, whole)
+    u = _product(inverse, x)
+    return u, _product(inverse, d_x + _product(d_scores, u))
+
+
+def chunked(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
+    """Runs the chunks one after the other, and returns all y and the last state."""
+    time = xs.k.shape[1]
+    pad = [(0, 0), (0, -time % CHUNK), (0, 0), (0, 0)]
+    y, last = _chunks(keys, jax.tree.map(lambda x: jnp.pad(x, pad), xs), state)
+    return y[:, :time], last
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _chunks(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
+    return _run(keys, xs, state, keep=False)[:2]
+
+
+@_chunks.defjvp
+def _chunks_jvp(keys: Keys, primals, tangents):
+    """Stores the state before each chunk, and computes the rest of the chunk again."""
+    xs, state = primals
+    y, last, before = _run(keys, xs, state, keep=True)
+    return (y, last), linear_map(_tangents, _gradients, (xs, before), tangents, keys)
+
+
+def _run(keys: Keys, xs: GatedSteps, state: Array, *, keep: bool):
+    def one(carry, n):
+        state, y = carry
+        after, found = _chunk(keys, state, _of_chunk(xs, n))
+        return (after, _into_chunk(y, found, n)), state if keep else None
+
+    start = state, jnp.zeros(xs.v.shape, state.dtype)
+    (last, y), before = lax.scan(one, match_varying_axes((start, xs))[0], _indices(xs))
+    return y, last, before
+
+
+def _tangents(keys: Keys, residuals, tangents):
+    (xs, before), (d_xs, d_state) = residuals, tangents
+
+    def one(carry, n):
+        d_state, d_y = carry
+        primals, moved = (before[n], _of_chunk(xs, n)), (d_state, _of_chunk(d_xs, n))
+        _, (d_state, found) = jax.jvp(partial(_chunk, keys), primals, moved)
+        return (d_state, _into_chunk(d_y, found, n)), None
+
+    start = d_state, jnp.zeros(xs.v.shape, d_state.dtype)
+    (d_last, d_y), _ = lax.scan(one, match_varying_axes((start, d_xs))[0], _indices(xs))
+    return d_y, d_last
+
+
+def _gradients(keys: Keys, residuals, gradients):
+    (xs, before), (d_y, d_last) = residuals, gradients
+
+    def one(carry, n):
+        d_state, d_xs = carry
+        _, pullback = jax.vjp(partial(_chunk, keys), before[n], _of_chunk(xs, n))
+        d_state, found = pullback((d_state, _of_chunk(d_y, n)))
+        return (d_state, jax.tree.map(partial(_into_chunk, n=n), d_xs, found)), None
+
+    start = d_last, jax.tree.map(jnp.zeros_like, xs)
+    start = match_varying_axes((start, xs, d_y))[0]
+    (d_state, d_xs), _ = lax.scan(one, start, _indices(xs), reverse=True)
+    return d_xs, d_state
+
+
+def _chunk(keys: Keys, state: Array, xs: GatedSteps) -> tuple[Array, Array]:
+    """Runs `chunk` on arrays (batch, step, heads, features)."""
+    xs = GatedSteps(*(jnp.moveaxis(x, 1, 2) for x in xs))
+    after, (y,) = Chunk(whole=16)(state, *keys(xs, state.dtype, axis=1))
+    return after, jnp.moveaxis(y, 1, 2)
+
+
+def _indices(xs: GatedSteps) -> Array:
+    return jnp.arange(xs.k.shape[1] // CHUNK)
+
+
+def _of_chunk(xs, n):
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, n * CHUNK, CHUNK, axis=1), xs)
+
+
+def _into_chunk(x: Array, found: Array, n) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, found, n * CHUNK, axis=1)
+
+
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

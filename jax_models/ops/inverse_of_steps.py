@@ -1,0 +1,62 @@
+"""The inverse of I − A for scores A of steps that read earlier steps, by matrix products."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def step_and_other(size: int) -> tuple[Array, Array]:
+    """Returns the steps t along the rows of a matrix, and the steps i along its columns."""
+    t, i = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return t, i
+
+
+def pairs(size: int, level: int) -> Array:
+    """Marks pairs with t in the second and i in the first of two blocks of 2^level steps."""
+    t, i = step_and_other(size)
+    t, i = t >> level, i >> level
+    return (t & 1 == 1) & (t == i + 1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
+    """(I − A)⁻¹ for scores A (…, t, i) that are 0 if i ≥ t.
+
+    It is computed from the inverses of ever larger blocks. It is also the sum of the powers of the
+    scores, but these can be much larger than their sum.
+
+    Args:
+        scores: A. The number of steps is a power of two.
+        whole: up to this number of steps, blocks of all sizes are masks of the whole matrix, as
+            kernels need it. More steps are split into halves, which takes fewer products.
+
+    """
+    size = scores.shape[-1]
+    if size > whole:
+        half = size // 2
+        halves = jnp.stack([scores[..., :half, :half], scores[..., half:, half:]])
+        first, second = inverse_of_steps(halves, whole)
+        between = _product(_product(second, scores[..., half:, :half]), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        return jnp.concatenate([upper, jnp.concatenate([between, second], axis=-1)], axis=-2)
+    t, i = step_and_other(size)
+    inverse = jnp.broadcast_to((i == t).astype(scores.dtype), scores.shape)
+    for level in range(size.bit_length() - 1):
+        among = jnp.broadcast_to(pairs(size, level), scores.shape)
+        between = _product(_product(inverse, jnp.where(among, scores, 0)), inverse)
+        inverse = jnp.where(among, between, inverse)  # on a v6e, libtpu 0.0.42 fails on a sum
+    return inverse
+
+
+@inverse_of_steps.defjvp
+def _inverse_jvp(whole: int, primals, tangents) -> tuple[Array, Array]:
+    """The derivative of the inverse, (I − A)⁻¹ dA (I − A)⁻¹."""
+    (scores,), (d_scores,) = primals, tangents
+    inverse = inverse_of_steps(scores, whole)
+    return inverse, _product(_product(inverse, d_scores), inverse)
+
+
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
