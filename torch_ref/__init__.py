@@ -37,6 +37,9 @@ from torch_ref.models.griffin import *
 from torch_ref.models.hawk import *
 from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
+from torch_ref.models.lfm2 import *
+from torch_ref.models.olmo_hybrid import *
+from torch_ref.models.qwen3_5 import *
 from torch_ref.models.rnn import *
 from torch_ref.models.rwkv import *
 from torch_ref.models.rwkv6 import *

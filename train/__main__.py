@@ -28,12 +28,12 @@ from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
-from train.initial import initialize, is_run, model_config_of
+from train.initial import FLAG, initialize, is_run, model_config_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
-from train.pretrained import tokenizer_of
+from train.pretrained import faults_of_checkpoint, special_tokens, tokenizer_of
 from train.run import EXPORTED, Run, build_trainer, check_content, locked
 from train.step import Trainer
 from train.text import Text
@@ -157,8 +157,11 @@ def config_of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
     """The config with the model and the vocabulary of a checkpoint, if they can be determined."""
     if (model := model_config_of(path)) is not None:
         config = dataclasses.replace(config, model=model)
-    tokenizer = tokenizer_of(config.model, path)
-    return config if tokenizer is None else dataclasses.replace(config, tokenizer=tokenizer)
+    if (tokenizer := tokenizer_of(config.model, path)) is None:
+        return config
+    with faults_of_checkpoint(path, FLAG):
+        end = special_tokens(path).get("eos_token")
+    return dataclasses.replace(config, tokenizer=tokenizer, end_of_text=end)
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:

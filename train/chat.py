@@ -7,10 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jax_models.weights.checkpoint import json_object
+from train.pretrained import TOKENIZER_CONFIG, optional_json, special_tokens
 
 TEMPLATE = "chat_template.jinja"
-TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class ChatTemplate:
@@ -26,12 +25,8 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path):
-        config = _object(folder / TOKENIZER_CONFIG)
-        self.special_tokens = {
-            name: token["content"] if isinstance(token, Mapping) else token
-            for name, token in (_object(folder / SPECIAL_TOKENS) | config).items()
-            if name.endswith("_token") and isinstance(token, str | Mapping)
-        }
+        config = optional_json(folder / TOKENIZER_CONFIG)
+        self.special_tokens = special_tokens(folder)
         source = config.get("chat_template")
         if isinstance(source, list):
             source = {each["name"]: each["template"] for each in source}.get("default")
@@ -99,7 +94,3 @@ def _template_errors() -> Iterator[None]:
         yield
     except Exception as error:  # a template may raise anything, such as a TypeError
         raise ValueError(f"chat template: {error}") from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return dict(json_object(path)) if path.exists() else {}

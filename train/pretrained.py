@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +16,8 @@ from train.tokens import Tokens
 from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, error_in_one_line
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
 
@@ -120,10 +122,25 @@ def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
         raise CommandLineError(f"{flag}{path}: {error_in_one_line(error)}") from None
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens of the tokenizer in a folder, by names such as `eos_token`."""
+    known = optional_json(folder / SPECIAL_TOKENS) | optional_json(folder / TOKENIZER_CONFIG)
+    return {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in known.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which is empty if the file does not exist."""
+    return json_object(path) if path.exists() else {}
+
+
 def _ends(folder: Path) -> list[int]:
     """The tokens that end a text."""
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        ends = json_object(path).get("eos_token_id") if path.exists() else None
+    for name in ("generation_config.json", "config.json"):
+        ends = optional_json(folder / name).get("eos_token_id")
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]
     return []

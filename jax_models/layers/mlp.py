@@ -11,7 +11,7 @@ from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
-from jax_models.weights import Layouts, dense, linear, parts, stacked, transposed
+from jax_models.weights import Layouts, Table, dense, linear, parts, stacked, transposed
 
 
 class GatedMLP(CheckedOptions, nnx.Module):
@@ -37,9 +37,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.
 
-    Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
-    With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
-    `deepmind-torch`.
+    Layouts: `hawk` (torch_ref.GatedMLP), those of the packages `stripedhyena` and `hippogriff`, and
+    `lfm2` (transformers' Lfm2MLP). With biases: `hf` (transformers' RecurrentGemma), `deepmind`
+    (recurrentgemma in Flax) and `deepmind-torch`.
 
     """
 
@@ -73,24 +73,30 @@ class GatedMLP(CheckedOptions, nnx.Module):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`, `stripedhyena` and `hippogriff`; with biases, RecurrentGemma's layouts."""
-        bias = self.gate_proj.use_bias
-        rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
-        keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
+        """`hawk`, `stripedhyena`, `hippogriff`, `lfm2`; with biases, RecurrentGemma's layouts."""
+        bias, names = self.gate_proj.use_bias, ("gate_proj", "up_proj", "down_proj")
+
+        def keyed(*keys: str) -> Table:
+            pairs = zip(names, keys, strict=True)
+            return [row for name, key in pairs for row in linear(name, key, bias=bias)]
+
         if not bias:
-            names = {"gate_proj": "l1", "up_proj": "l2", "down_proj": "l3"}
-            numbered = (row for p, key in names.items() for row in linear(p, key, bias=False))
             joined = [
                 parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
                 transposed("down_proj.kernel", "shrink.weight"),
             ]
-            return {"hawk": keys, "stripedhyena": [*numbered], "hippogriff": joined}
+            return {
+                "hawk": keyed(*names),
+                "stripedhyena": keyed("l1", "l2", "l3"),
+                "hippogriff": joined,
+                "lfm2": keyed("w1", "w3", "w2"),
+            }
         up = [
             stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
             stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
         ]
         return {
-            "hf": keys,
+            "hf": keyed(*names),
             "deepmind": [*up, *dense("down_proj", "ffw_down")],
             "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
         }

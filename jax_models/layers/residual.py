@@ -36,6 +36,8 @@ class ResidualBlock(SequenceLayer[State]):
     """The names of the attributes that hold the mixer's norm, the mixer, the MLP's norm and the
     MLP.
     """
+    norms_outputs: bool = False
+    """Whether each norm follows the mixer or the MLP: `x ← x + norm(mixer(x))`."""
 
     @property
     def _mixer(self) -> SequenceLayer[State]:
@@ -69,9 +71,14 @@ class ResidualBlock(SequenceLayer[State]):
         return self._mixer.start(batch_size)
 
     def sequence(self, x, state, rows):
-        """The mixer, then the MLP, each after a norm and added to its input."""
+        """The mixer, then the MLP, each with its norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        return run_residual_block(x, state, rows, *(getattr(self, part) for part in self.parts))
+        norm, mixer, mlp_norm, mlp = (getattr(self, part) for part in self.parts)
+        if not self.norms_outputs:
+            return run_residual_block(x, state, rows, norm, mixer, mlp_norm, mlp)
+        y, state = mixer.sequence(x, state, rows)
+        x = x + norm(y)
+        return x + mlp_norm(mlp(x)), state
 
 
 def run_residual_block(

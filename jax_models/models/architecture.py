@@ -12,10 +12,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
+import numpy as np
+
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
 from jax_models.weights.keys import checked_mapping, joined, locate_keys
 from jax_models.weights.rows import Weight
+from jax_models.weights.stored import as_numpy
 
 ENTRY_POINTS = "twinscan.models"
 """The entry point group in which other packages name the modules of their models."""
@@ -135,6 +138,16 @@ def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
     return lambda checkpoint, fields: checkpoint.find(key) is not None
 
 
+def tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
+    """A source for `Layout.sizes`: whether the head equals the embedding, or there is no head."""
+    layout, weights = checkpoint.layout, checkpoint.weights
+    keys = (layout.head or layout.embedding, layout.embedding)
+    head, embedding = (weights.get(key) for key in keys)
+    if head is None or embedding is None:
+        return True
+    return np.array_equal(as_numpy(head), as_numpy(embedding))
+
+
 class ModelConfig(CheckedFields):
     """The base class of the configs of models whose checkpoints `load_pretrained` reads."""
 
@@ -144,6 +157,10 @@ class ModelConfig(CheckedFields):
     """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Substrings of keys that identify a checkpoint if no config.json names the model."""
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the keys of parts that the model does not have, such as a vision tower.
+    `load_pretrained` leaves them out, and a warning lists them.
+    """
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 

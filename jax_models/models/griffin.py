@@ -3,8 +3,8 @@
 __all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, Unpack, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack, get_args
 
 import ml_dtypes
 from flax import nnx
@@ -12,47 +12,13 @@ from flax import nnx
 from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, has, whole_key
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.architecture import Fields, Layout, Size, has
+from jax_models.models.hf import HFConfig, kinds_by_key
+from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.options import NormOptions
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """The activations' names in transformers and in this package, transformers' default first."""
-HF_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "features",
-    "num_hidden_layers": "num_layers",
-    "lru_width": "recurrent_features",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "attention_window_size": "window",
-    "conv1d_width": "kernel_size",
-    "rope_theta": "rope_theta",
-    "partial_rotary_factor": "rotary_fraction",
-    "attention_bias": "attention_bias",
-    "rms_norm_eps": "epsilon",
-    "logits_soft_cap": "logits_soft_cap",
-}
-"""The fields of transformers' config.json, and the fields of our config with the same value."""
-HF_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-)
-"""The fields that a config.json must have."""
-HF_VALUES: dict[str, Any] = {
-    "model_type": ("recurrent_gemma",),
-    "tie_word_embeddings": (True,),
-    "hidden_activation": tuple(HF_ACTIVATIONS),
-    "attention_dropout": (0,),
-    "rope_type": ("default",),
-}
-"""The values that these fields of a config.json can have, the default first."""
-HF_DEFAULTS = {name: value for name, (value, *_) in HF_VALUES.items() if name != "model_type"}
-HF_DEFAULTS |= {"attention_window_size": 2048}
-"""transformers' defaults for these fields. Its other defaults equal ours."""
 
 
 def _heads_of_keys(size: int, fields: Fields) -> int:
@@ -69,28 +35,13 @@ def _all_blocks(size: int, fields: Fields) -> int:
     return size * fields["num_heads"]
 
 
-def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixing, ...]]:
-    """Finds the shortest repeating pattern of block kinds. Only recurrent blocks have this gate."""
-
-    def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
-        layout, weights = checkpoint.layout, checkpoint.weights
-        kinds: list[GriffinMixing] = [
-            "recurrent" if whole_key(layout, gate, number) in weights else "attention"
-            for number in checkpoint.numbers
-        ]
-        lengths = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
-        return tuple(kinds[: next(lengths, len(kinds))])
-
-    return pattern
-
-
 def _sizes(
     *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
 ) -> dict[str, Any]:
     """The `sizes` of a layout. No shape determines the window, so it is an argument."""
     return {
         "mlp_features": mlp,
-        "block_types": _block_types(gate),
+        "block_types": kinds_by_key(gate, "recurrent", "attention"),
         "num_heads": (Size(gate, 0, rank=3), keys._replace(convert=_heads_of_keys)),
         "recurrent_features": (Size(gate, 1, rank=3, convert=_all_blocks), ...),
         "kernel_size": (conv, ...),
@@ -131,12 +82,37 @@ def _deepmind(keys: Size) -> Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class GriffinLanguageModelConfig(StackConfig):
+class GriffinLanguageModelConfig(HFConfig):
     """The config of Griffin. Except for the sizes, the defaults are those of RecurrentGemma."""
 
     family: ClassVar = "RecurrentGemma"
     model_types: ClassVar = ("recurrent_gemma",)
     marks: ClassVar = ("rg_lru",)
+    kinds: ClassVar = get_args(GriffinMixing)
+    hf_class: ClassVar = "RecurrentGemmaForCausalLM"
+    hf_fields: ClassVar = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "features",
+        "num_hidden_layers": "num_layers",
+        "lru_width": "recurrent_features",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "attention_window_size": "window",
+        "conv1d_width": "kernel_size",
+        "block_types": "block_types",
+        "rope_theta": "rope_theta",
+        "partial_rotary_factor": "rotary_fraction",
+        "attention_bias": "attention_bias",
+        "rms_norm_eps": "epsilon",
+        "logits_soft_cap": "logits_soft_cap",
+    }
+    hf_values: ClassVar = {
+        "tie_word_embeddings": (True,),
+        "hidden_activation": tuple(HF_ACTIVATIONS),
+        "attention_dropout": (0,),
+        "rope_type": ("default",),
+    }
+    hf_defaults: ClassVar = {"attention_window_size": 2048}
     layouts: ClassVar = {
         "hf": HF,
         "hf-file": HF._replace(repeats_embedding=False),
@@ -183,19 +159,8 @@ class GriffinLanguageModelConfig(StackConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        kinds = get_args(GriffinMixing)
-        types = tuple(self.block_types) if isinstance(self.block_types, list | tuple) else ()
-        if not types or not all(kind in kinds for kind in types):
-            raise ValueError(f"block_types: expected some of {kinds}, got {self.block_types!r}")
-        object.__setattr__(self, "block_types", types)
         if self.logits_soft_cap < 0:
             raise ValueError(f"logits_soft_cap: expected at least 0, got {self.logits_soft_cap}")
-
-    @property
-    def mixings(self) -> list[GriffinMixing]:
-        """The kind of each block, from the lowest up."""
-        kinds = self.block_types
-        return [kinds[i % len(kinds)] for i in range(self.num_layers)]
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -205,65 +170,26 @@ class GriffinLanguageModelConfig(StackConfig):
         return GriffinLanguageModel(self, **options)
 
     @classmethod
-    def from_checkpoint(
-        cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
-    ) -> Self:
-        """Prefers the config.json, because weights do not determine the window and activation."""
-        if fields is None:
-            return cls.from_state_dict(weights, **options)
-        return dataclasses.replace(cls.from_hf(fields), **options)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads the config from the config.json of transformers' RecurrentGemma.
-
-        Raises:
-            ValueError: the config.json is of another model, has an option that this model does not
-                support, or lacks a size.
-
-        """
-        stated = {name: value for name, value in config.items() if value is not None}
-        given: dict[str, Any] = {**HF_DEFAULTS, **stated, **stated.get("rope_parameters", {})}
-        for name, values in HF_VALUES.items():
-            if (value := given.get(name)) not in values:
-                known = " or ".join(map(str, values))
-                raise ValueError(f"config: {name}: expected {known}, got {value}")
-        for name in HF_SIZES:
-            if not isinstance(value := stated.get(name), int):
-                raise ValueError(f"config: {name}: expected an integer, got {value!r}")
-        # The config.json may leave out the width of the recurrences and the number of key heads.
-        given["lru_width"] = given.get("lru_width") or given["hidden_size"]
-        heads = given.get("num_key_value_heads") or given["num_attention_heads"]
-        given["num_key_value_heads"] = heads
-        return cls(
-            mlp_features=given["intermediate_size"] // 2,
-            block_types=tuple(given.get("block_types") or cls.block_types),
-            activation=HF_ACTIVATIONS[given["hidden_activation"]],
-            **{ours: given[name] for name, ours in HF_FIELDS.items() if name in given},
-        )
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json may leave out the width of the recurrences and the number of key heads."""
+        return {
+            "recurrent_features": given.get("lru_width") or given["hidden_size"],
+            "num_kv_heads": given.get("num_key_value_heads") or given["num_attention_heads"],
+            "mlp_features": given["intermediate_size"] // 2,
+            "activation": HF_ACTIVATIONS[given["hidden_activation"]],
+        }
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json with which transformers' RecurrentGemma is the same model.
-
-        Raises:
-            ValueError: transformers does not support an option of this config.
-
-        """
+        """Refuses embeddings that are not scaled, which transformers does not support."""
         if not self.scale_embeddings:
             raise ValueError(
                 "scale_embeddings: expected True, because transformers' RecurrentGemma always "
                 "scales its embeddings, got False"
             )
-        fields = {name: getattr(self, ours) for name, ours in HF_FIELDS.items()}
-        rotary = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor")}
         names = {ours: name for name, ours in HF_ACTIVATIONS.items()}
         return {
-            "architectures": ["RecurrentGemmaForCausalLM"],
-            "model_type": "recurrent_gemma",
-            **fields,
+            **super().to_hf(),
             "intermediate_size": 2 * self.mlp_features,
-            "block_types": [*self.block_types],
-            "rope_parameters": {"rope_type": "default", **rotary},
             "hidden_activation": names[self.activation],
             "tie_word_embeddings": True,
         }

@@ -7,7 +7,6 @@ import re
 from functools import partial
 from typing import ClassVar, Unpack
 
-import numpy as np
 from flax import nnx
 
 from jax_models.layers.activation import MixerActivation
@@ -15,11 +14,10 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena_dna import HyenaDNABlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, tied_head
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
-from jax_models.weights.stored import as_numpy
 
 normal = nnx.initializers.normal(0.02)
 """HyenaDNA's initializer of the embeddings and the head."""
@@ -38,16 +36,6 @@ def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> int:
     block = re.escape(f"{checkpoint.layout.blocks}.0.")
     weight = re.compile(rf"{block}mixer(\.layer)?\.filter_fn\.implicit_filter\..*\.weight")
     return sum(weight.fullmatch(key) is not None for key in checkpoint.weights)
-
-
-def _tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
-    """Whether the head equals the embedding, or there is no head."""
-    layout, weights = checkpoint.layout, checkpoint.weights
-    keys = (layout.head or layout.embedding, layout.embedding)
-    head, embedding = (weights.get(key) for key in keys)
-    if head is None or embedding is None:
-        return True
-    return np.array_equal(as_numpy(head), as_numpy(embedding))
 
 
 def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool = False) -> Layout:
@@ -69,7 +57,7 @@ def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool 
             "kernel_size": Size(f"{mixer}.short_filter.weight", 2, rank=3),
             "filter_features": Size(f"{mixer}.filter_fn.implicit_filter.0.weight", 0),
             "num_filter_layers": _num_filter_layers,
-            "tied_head": _tied_head,
+            "tied_head": tied_head,
         },
     )
 

@@ -4,6 +4,7 @@ __all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", 
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -69,11 +70,12 @@ def load_pretrained(
         >>> model = load_pretrained("model.safetensors")
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
-    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff, silero-VAD and the models
-    that other packages declare. The weights may be files of safetensors or `torch.save`, either
-    whole or in shards that an index file lists, or an orbax folder. Keys, shapes and the
-    config.json identify the model. No weights are initialized at random. Each weight is read when
-    its parameter is created, so loading needs little more memory than the model itself.
+    and 7 (BlinkDL's files, fla's, transformers'), Qwen3.5 (the text part), OLMo Hybrid, LFM2,
+    HyenaDNA, hippogriff, silero-VAD and the models that other packages declare. The weights may be
+    files of safetensors or `torch.save`, either whole or in shards that an index file lists, or an
+    orbax folder. Keys, shapes and the config.json identify the model. No weights are initialized at
+    random. Each weight is read when its parameter is created, so loading needs little more memory
+    than the model itself.
 
     Args:
         path: the checkpoint file, or the folder that contains it.
@@ -93,9 +95,14 @@ def load_pretrained(
         ValueError: a file is damaged or holds another model, or keys, shapes and the config.json
             contradict each other.
 
+    Warns:
+        UserWarning: weights of parts that the model does not have, such as a vision tower, are
+            left out.
+
     """
     weights, fields = open_checkpoint(path)
     known = config_of(weights, fields, **config)
+    weights = _without_other_parts(known, weights)
     if param_dtype is None:
         dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
         param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
@@ -104,6 +111,17 @@ def load_pretrained(
     if dtype is None and param_dtype == jnp.float16:
         dtype = jnp.float32
     return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
+
+
+def _without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the weights of parts that the model does not have, with a warning."""
+    counts = {start: sum(key.startswith(start) for key in weights) for start in config.left_out}
+    listed = ", ".join(f"{start}* ({count} weights)" for start, count in counts.items() if count)
+    if listed and sum(counts.values()) == len(weights):
+        raise ValueError(f"state_dict: expected a {config.family}, got only {listed}")
+    if listed:
+        warnings.warn(f"load_pretrained left out {listed}", stacklevel=4)
+    return {key: w for key, w in weights.items() if not key.startswith(config.left_out)}
 
 
 def config_of(
@@ -135,7 +153,8 @@ def config_of(
         found = [each for each in known if each.recognizes(keys)]
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
-        raise ValueError(f"config.json: expected a model of {names}, got {name}{broken}")
+        experts = ", a mixture of experts" if "moe" in str(model_type) else ""
+        raise ValueError(f"config.json: expected a model of {names}, got {name}{experts}{broken}")
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
         layouts = [layout for each in known for layout in each.layout_keys()]

@@ -11,7 +11,6 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.attention import attention, check_heads
 from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, tiles, untiled
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
@@ -47,7 +46,6 @@ def causal_attention(
     past: LocalAttentionState | None,
     *,
     window: int,
-    dropout: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "batch time heads head_features"]:
     """Computes the `attention` of each step t over the steps `first[t]` … t.
 
@@ -65,7 +63,6 @@ def causal_attention(
         past: the keys and values of earlier steps, if there are any. Slots that are not filled are
             not read.
         window: the largest number of steps that a step sees, including itself.
-        dropout: applied to the weights of the softmax, which are then computed as a whole.
 
     """
     check_heads(q, k)
@@ -73,19 +70,18 @@ def causal_attention(
         return q
     if past is None:
         past = LocalAttentionState(first[:, 0], k[:, :0], v[:, :0])
-    if dropout is not None:
-        step = _steps(k, first)
-        slots = past.keys.shape[1]
-        past_steps = _past_steps(jnp.arange(slots, dtype=first.dtype), past.position, slots)
-        of_keys = jnp.concatenate([past_steps, jnp.broadcast_to(step, first.shape)], axis=1)
-        mask = (of_keys[:, None] >= first[..., None]) & (of_keys[:, None] <= step[..., None])
-        pairs = (past.keys, k), (past.values, v)
-        k, v = (jnp.concatenate([a.astype(b.dtype), b], axis=1) for a, b in pairs)
-        return attention(q, k, v, mask, dropout=dropout)
     small, large = (
         Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
     )
     return _compiled(small, large, (q, k, v, *past[1:]), (first, past.position))
+
+
+def check_heads(q: Array, k: Array) -> None:
+    """Raises a ValueError if the heads of q cannot be divided equally among those of k."""
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"
+        )
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
@@ -286,7 +282,7 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     return _Keys(tiles(k, tile), tiles(_finite(v), tile), steps)
 
 
-def _past_steps(
+def past_steps(
     slot: Int[Array, " keys"], position: Int[Array, " batch"], slots: int
 ) -> Int[Array, "batch keys"]:
     """The steps of the keys in these slots, relative to the first query and therefore negative."""
@@ -317,7 +313,7 @@ def _over_past(
         )
         # The last tile overlaps with the one before it, and leaves out what that one has read.
         slot = start + jnp.arange(tile, dtype=position.dtype)
-        steps = _past_steps(slot, position, slots)
+        steps = past_steps(slot, position, slots)
         steps = jnp.where((slot < first)[None], AFTER_ALL_QUERIES, steps)
         return step(carry, _keys(k_tile, v_tile, steps, tile), start)
 

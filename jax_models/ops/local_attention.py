@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.arguments import checked
-from jax_models.ops.causal_attention import LocalAttentionState, causal_attention
+from jax_models.ops.attention import attention
+from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
 from jax_models.ops.rows import DividedMasks, Rows, at_end, given_rows, positions_after
 from jax_models.ops.time_axis import states_between
 
@@ -55,10 +56,20 @@ def local_attention(
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
     past = state if slots and not empty else None
-    if past is not None and grows and q.shape[1] == 1 and rows == Rows():
+    if past is not None and grows and not dropout and q.shape[1] == 1 and rows == Rows():
         # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
         past, k, v, first = last, k[:, :0], v[:, :0], first - 1
-    return causal_attention(q, k, v, first, past, window=slots + 1, dropout=dropout), last
+    if dropout is None:
+        return causal_attention(q, k, v, first, past, window=slots + 1), last
+    # Dropout needs the weights of all keys, past and new, at once.
+    of_keys = jnp.broadcast_to(steps, first.shape)
+    if past is not None:
+        slot = jnp.arange(slots, dtype=first.dtype)
+        of_keys = jnp.concatenate([past_steps(slot, past.position, slots), of_keys], axis=1)
+        pairs = (past.keys, k), (past.values, v)
+        k, v = (jnp.concatenate([a.astype(b.dtype), b], axis=1) for a, b in pairs)
+    mask = (of_keys[:, None] >= first[..., None]) & (of_keys[:, None] <= steps[..., None])
+    return attention(q, k, v, mask, dropout=dropout), last
 
 
 def _written(

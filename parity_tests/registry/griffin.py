@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 from jax_models import (
@@ -23,6 +22,7 @@ from parity_tests.registry.mutation import (
     identity,
     mask_ignored,
     replaced,
+    without_1,
     zeroed,
 )
 
@@ -70,16 +70,6 @@ CASES = [
         prefix=5,
     ),
 ]
-
-
-def without_1(_):
-    """A norm that computes `x / rms · scale` instead of `x / rms · (1 + scale)`."""
-
-    def wrong(layer, x):
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + layer.epsilon)
-        return y * jnp.broadcast_to(layer.scale[...], x.shape)
-
-    return wrong
 
 
 def all_steps_scaled(rg_lru):
@@ -182,7 +172,7 @@ MUTATIONS = [
     forward(
         "norm's weight without 1",
         "GriffinBlock, recurrent",
-        plant=replaced("jax_models.layers.norm.ZeroCenteredRMSNorm.__call__", without_1),
+        plant=replaced("jax_models.layers.norm.ZeroCenteredRMSNorm.scaled", without_1),
         culprit="temporal_pre_norm",
     ),
     forward(

@@ -109,6 +109,23 @@ def transposed(path: str) -> Plant:
     return edited(edit)
 
 
+def exchanged(path: str, first: str, second: str) -> Callable[[Any], None]:
+    """Exchanges two parts of the submodule at a path."""
+
+    def edit(layer):
+        owner = submodule_at(layer, path)
+        one, other = getattr(owner, first), getattr(owner, second)
+        setattr(owner, first, other)
+        setattr(owner, second, one)
+
+    return edit
+
+
+def without_1(_: Any) -> Callable[..., Any]:
+    """Makes a norm compute `x / rms · scale` instead of `x / rms · (1 + scale)`."""
+    return lambda norm, x, square, scale: x * jax.lax.rsqrt(square + norm.epsilon) * scale
+
+
 def gates_swapped(path: str, count: int) -> Plant:
     """Swaps the first two of `count` gates in all weights of a cell."""
 

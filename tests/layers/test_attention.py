@@ -91,6 +91,33 @@ def test_only_filled_slots_are_read(x64, time):
         assert (np.asarray(gradient) != 0).sum() == position.sum() * 8
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_without_a_mask_is_causal(x64, window):
+    q, k, v = (np.random.default_rng(0).standard_normal((2, 300, n, 4)) for n in (4, 2, 2))
+    distance = np.arange(300)[:, None] - np.arange(300)
+    mask = np.broadcast_to((distance >= 0) & (distance < (window or 300)), (2, 300, 300))
+    expected = ops.attention(q, k, v, mask)
+    assert_same(ops.attention(q, k, v, window=window), expected, "in tiles")
+    with_dropout = ops.attention(q, k, v, window=window, dropout=lambda weights: weights)
+    assert_same(with_dropout, expected, "as a whole")
+    with pytest.raises(ValueError, match="k: expected the 299 steps of q"):
+        ops.attention(q[:, 1:], k, v)
+    with pytest.raises(ValueError, match="window: expected None with a mask"):
+        ops.attention(q, k, v, mask, window=3)
+
+
+def test_dropout_of_weights_continues_from_a_state(x64):
+    """Dropout sees the same weights whether the keys are in the state or in the sequence."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
+    empty = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 9, 2, 4)))
+    options = {"dropout": lambda weights: weights * 2, "grows": True}
+    whole, _ = ops.local_attention(q, k, v, empty, empty=True, **options)
+    _, state = ops.local_attention(q[:, :5], k[:, :5], v[:, :5], empty, **options)
+    rest, _ = ops.local_attention(q[:, 5:], k[:, 5:], v[:, 5:], state, **options)
+    assert_same(rest, whole[:, 5:], "outputs")
+    assert_same(whole, 2 * ops.attention(q, k, v), "twice as large")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

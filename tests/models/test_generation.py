@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_models import (
     GRU,
+    Attention,
     GPModelConfig,
     GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
@@ -35,8 +36,16 @@ CONFIGS = {
 }
 
 
+CACHED = "full attention"
+
+
 def model(name: str = "rnn") -> LanguageModel:
-    return CONFIGS[name].build(rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    if name != CACHED:
+        return CONFIGS[name].build(rngs=rngs)
+    blocks = [Attention(8, 2, num_kv_heads=1, rngs=rngs), Attention(8, 2, window=4, rngs=rngs)]
+    parts = {"embedding": nnx.Embed(VOCAB, 8, rngs=rngs), "norm": RMSNorm(8, rngs=rngs)}
+    return LanguageModel(LanguageModelConfig(VOCAB), blocks, **parts)
 
 
 def padded(rows: list[list[int]], side: str, value: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +64,7 @@ def padded(rows: list[list[int]], side: str, value: int) -> tuple[np.ndarray, np
 ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, CACHED])
 @pytest.mark.parametrize(("side", "value"), [("left", 7), ("right", -1)])
 def test_padding_has_no_influence(name, side, value):
     """Each row continues as alone, also where the rows fill a context one after the other."""
@@ -163,9 +172,10 @@ def test_the_filters_are_those_of_transformers():
         np.testing.assert_allclose(frequencies, expected, atol=0.04)
 
 
-def test_a_penalty_counts_the_tokens_of_each_rows_own_text():
+@pytest.mark.parametrize("name", ["rnn", CACHED])
+def test_a_penalty_counts_the_tokens_of_each_rows_own_text(name):
     """Greedy tokens with a penalty, as a loop over the whole text computes them."""
-    lm = model()
+    lm = model(name)
     forward = jax.jit(lambda text: lm(text)[0])
     rows = [[3, 1, 4], [5, 9, 2]]
     for _ in range(10):

@@ -202,14 +202,18 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
 @pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     """Model and tokenizer default to the checkpoint's. A tiny learning rate keeps the weights."""
-    Path("text").write_text("a b c d e f g " * 200)
+    for name in ("a", "b"):
+        Path(name).write_text("a b c d e f g " * 200)
+    eos = {"eos_token": {"content": "<eos>"}}
+    Path("recurrentgemma-2b", "tokenizer_config.json").write_text(json.dumps(eos))
     train_command.main([
-        *["--init", "recurrentgemma-2b", "--text", "text", "--out", "run", "--num-steps", "2"],
+        *["--init", "recurrentgemma-2b", "--text", "a", "b", "--out", "run", "--num-steps", "2"],
         *["--optimizer.learning-rate", "1e-9"],
     ])  # fmt: skip
     run = Run.open(Path("run"))
     assert run.config.model == recurrent_gemma.config
     assert run.vocabulary.encode("a g").tolist() == [4, 10]
+    assert run.vocabulary.end_of_text == WORDS.index("<eos>")
     tuned = to_torch(run.model(), "hf-file")
     for key, array in to_torch(recurrent_gemma, "hf-file").items():
         expected = np.asarray(array, np.float32)

@@ -62,6 +62,7 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(name):
 
 
 TRAINING = {"remat", "scan_layers"}
+HYBRID = {"epsilon", "initializer_range", "max_length", "rope_theta"}
 DROPOUT = {"block_dropout_rate", "embedding_dropout_rate"}
 FIELDS_WITHOUT_SHAPE = {
     "GPModelConfig": TRAINING | DROPOUT | {"implicit", "num_heads", "omega"},
@@ -70,6 +71,11 @@ FIELDS_WITHOUT_SHAPE = {
     | {"scale_embeddings", "window"},
     "HawkLanguageModelConfig": TRAINING,
     "HippogriffLanguageModelConfig": TRAINING | {"num_kv_heads", "window"},
+    "Qwen35LanguageModelConfig": TRAINING | HYBRID | {"num_key_heads", "rotary_fraction"},
+    "OLMoHybridLanguageModelConfig": TRAINING
+    | HYBRID
+    | {"negative_eigenvalues", "num_heads", "num_key_heads"},
+    "LFM2LanguageModelConfig": TRAINING | HYBRID,
     "HyenaDNALanguageModelConfig": TRAINING
     | DROPOUT
     | {"activation", "filter_bias", "modulate", "normalized", "omega", "shift"},

@@ -1,0 +1,165 @@
+"""Reads and writes the config.json of transformers' models, by tables in the config classes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from jax_models.models.architecture import Checkpoint, Fields, whole_key
+from jax_models.models.language_model import StackConfig
+
+ROTARY = ("rope_theta", "partial_rotary_factor")
+"""The fields that are in `rope_parameters`, or in older files at the top level."""
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that, repeated, begins with these kinds of blocks."""
+    lengths = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
+    return tuple(kinds[: next(lengths, len(kinds))])
+
+
+def kinds_by_key(
+    key: str, kind: str, other: str
+) -> Callable[[Checkpoint, Fields], tuple[str, ...]]:
+    """A source for `Layout.sizes`: the pattern of block kinds. Only blocks of `kind` have `key`."""
+
+    def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
+        keys = (whole_key(checkpoint.layout, key, number) for number in checkpoint.numbers)
+        return shortest_pattern([kind if key in checkpoint.weights else other for key in keys])
+
+    return pattern
+
+
+class HFConfig(StackConfig):
+    """The base class of configs that a config.json of transformers determines.
+
+    The blocks of such a model are of several kinds, in a pattern that repeats.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The kinds of blocks."""
+    hf_class: ClassVar[str]
+    """The class of the model in transformers."""
+    hf_fields: ClassVar[dict[str, str]]
+    """The fields of a config.json, and the fields of our config with the same value."""
+    hf_sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+    )
+    """The fields that a config.json must have."""
+    hf_values: ClassVar[Mapping[str, tuple[Any, ...]]]
+    """The values that fields of a config.json can have, the default first."""
+    hf_defaults: ClassVar[Mapping[str, Any]] = {}
+    """transformers' defaults for other fields. The defaults that are not listed equal ours."""
+    undetermined: ClassVar[tuple[str, ...]] = ()
+    """The fields that neither a shape nor a default determines."""
+
+    num_layers: int
+    block_types: tuple[Any, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        types = tuple(self.block_types) if isinstance(self.block_types, list | tuple) else ()
+        if not types or not all(kind in self.kinds for kind in types):
+            raise ValueError(
+                f"block_types: expected some of {self.kinds}, got {self.block_types!r}"
+            )
+        object.__setattr__(self, "block_types", types)
+
+    @property
+    def mixings(self) -> list[Any]:
+        """The kind of each block, from the lowest up."""
+        kinds = self.block_types
+        return [kinds[i % len(kinds)] for i in range(self.num_layers)]
+
+    @classmethod
+    def from_checkpoint(
+        cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
+    ) -> Self:
+        """Prefers the config.json, because weights do not determine all fields."""
+        if fields is None:
+            return cls.from_state_dict(weights, **options)
+        return dataclasses.replace(cls.from_hf(fields), **options)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """Reads the config from keys and shapes. Some fields must be given."""
+        config = super().from_state_dict(state_dict, **options)
+        for name in cls.undetermined:
+            if name not in options:
+                raise ValueError(
+                    f"{name}: no shape determines it; pass {name}=…, or load the folder with the "
+                    "config.json"
+                )
+        return config
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the config from the config.json of a model of transformers.
+
+        Raises:
+            ValueError: the config.json is of another model, has an option that this model does not
+                support, or lacks a size.
+
+        """
+        stated = {name: value for name, value in config.items() if value is not None}
+        rotary = stated.get("rope_scaling") or stated.get("rope_parameters", {})
+        if not isinstance(rotary, Mapping) or any(isinstance(v, Mapping) for v in rotary.values()):
+            raise ValueError(
+                "config: rope_parameters: expected one set of parameters for all layers, got "
+                f"{rotary!r}"
+            )
+        defaults = {name: value for name, (value, *_) in cls.hf_values.items()}
+        given: dict[str, Any] = {
+            **{name: value for name, value in defaults.items() if name != "model_type"},
+            **cls.hf_defaults,
+            **stated,
+            **({"rope_type": rotary["type"]} if "type" in rotary else {}),
+            **{name: value for name, value in rotary.items() if value is not None},
+        }
+        for name, values in {"model_type": cls.model_types, **cls.hf_values}.items():
+            if (value := given.get(name)) not in values:
+                known = " or ".join(map(str, values))
+                raise ValueError(f"config: {name}: expected {known}, got {value}")
+        for name in ("quantization_config", "num_experts", "num_local_experts"):
+            if value := stated.get(name):
+                value = value.get("quant_method") if isinstance(value, Mapping) else value
+                raise ValueError(
+                    f"config: {name}: expected none, because quantized weights and mixtures of "
+                    f"experts are not supported, got {value}"
+                )
+        for name in cls.hf_sizes:
+            if not isinstance(value := stated.get(name), int):
+                raise ValueError(f"config: {name}: expected an integer, got {value!r}")
+        fields = {ours: given[name] for name, ours in cls.hf_fields.items() if name in given}
+        return cls(**fields | cls.converted(given, config))
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of our config that do not equal one field of the config.json.
+
+        `given` has the defaults, and `config` has only what the file states, including null.
+        """
+        return {}
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json with which transformers' model is the same.
+
+        Raises:
+            ValueError: transformers does not support an option of this config.
+
+        """
+        fields = {name: getattr(self, ours) for name, ours in self.hf_fields.items()}
+        rotary = {name: fields[name] for name in ROTARY if name in fields}
+        return {
+            "architectures": [self.hf_class],
+            "model_type": self.model_types[0],
+            **{
+                name: [*value] if isinstance(value, tuple) else value
+                for name, value in fields.items()
+                if value is not None
+            },
+            "rope_parameters": {"rope_type": "default", **rotary},
+        }

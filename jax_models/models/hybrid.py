@@ -1,0 +1,268 @@
+"""The parts that the hybrids of attention with Gated DeltaNet or short convolutions share."""
+
+__all__: list[str] = []  # all of it is a part of the models of other modules
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Unpack
+
+from flax import nnx
+
+from jax_models.layers.attention import Attention
+from jax_models.layers.gated_delta_net import GatedDeltaNet
+from jax_models.layers.linear import Linear
+from jax_models.layers.mlp import GatedMLP
+from jax_models.layers.norm import RMSNorm
+from jax_models.layers.residual import ResidualBlock
+from jax_models.models.architecture import Layout, Size
+from jax_models.models.hf import HFConfig, shortest_pattern
+from jax_models.models.language_model import LanguageModel
+from jax_models.ops.checks import Positive
+from jax_models.options import LayerOptions, NormOptions, norm_options
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, nested, rms_norm
+
+FULL = "full_attention"
+"""The kind of the blocks with attention."""
+HEAD = "lm_head.weight"
+
+
+class BlockKeys(NamedTuple):
+    """The keys of the parts of a block in a checkpoint."""
+
+    mixer: str
+    norm: str
+    mlp_norm: str
+    layout: str
+    """The layout of the mixer."""
+    mlp: str = "mlp"
+    mlp_layout: str = "hawk"
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig(HFConfig):
+    """The base class of the configs of hybrids. Some of their blocks have attention."""
+
+    norm: ClassVar[Callable[..., nnx.Module]] = RMSNorm
+    block_keys: ClassVar[Mapping[str, Mapping[str, BlockKeys]]]
+    """The keys of each kind of block in each layout of the blocks."""
+    post_normed: ClassVar[tuple[str, ...]] = ()
+    """The kinds of blocks whose norms follow the mixer and the MLP."""
+    hf_fields: ClassVar = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "features",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "mlp_features",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_features",
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "epsilon",
+        "tie_word_embeddings": "tied_head",
+        "initializer_range": "initializer_range",
+    }
+
+    vocab_size: int = 256
+    """Number of distinct tokens."""
+    features: int = 192
+    """Width of the model."""
+    num_layers: int = 4
+    """Number of residual blocks."""
+    mlp_features: int = 512
+    """Width of the gated MLPs."""
+    block_types: tuple[str, ...] = (FULL,)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    num_heads: int = 4
+    """Number of heads of the attention's queries."""
+    num_kv_heads: int = 2
+    """Number of heads of the attention's keys and values."""
+    head_features: int | None = None
+    """Size of a head of the attention. None: features / num_heads."""
+    rope_theta: Positive | None = 10_000.0
+    """θ of `ops.rotary`."""
+    epsilon: Positive = 1e-6
+    """ε of the norms."""
+    tied_head: bool = True
+    """Whether the head shares the embedding's weights."""
+    initializer_range: Positive = 0.02
+    """The standard deviation of the initial matrices."""
+    max_length: int | None = None
+    """The length of the longest document that a state can hold, because the attention keeps the
+    keys of all its steps. None: `generate` sets it, and so does `nnx.view(model, max_length=…)`.
+    """
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        types, num_layers = cls.layer_types(given), given["num_hidden_layers"]
+        if not isinstance(types, list) or any(kind not in cls.kinds for kind in types):
+            raise ValueError(f"config: layer_types: expected some of {cls.kinds}, got {types}")
+        if len(types) != num_layers:
+            raise ValueError(
+                f"config: layer_types: expected num_hidden_layers={num_layers} entries, got "
+                f"{len(types)}"
+            )
+        return {"block_types": shortest_pattern(types)}
+
+    @classmethod
+    def layer_types(cls, given: Mapping[str, Any]) -> Any:
+        """The kind of each block, by default attention in every fourth block."""
+        interval = given.get("full_attention_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(
+                f"config: full_attention_interval: expected a positive integer, got {interval}"
+            )
+        kinds = [cls.kinds[(i + 1) % interval == 0] for i in range(given["num_hidden_layers"])]
+        return given.get("layer_types", kinds)
+
+    def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | {"layer_types": self.mixings}
+
+    def block(self, kind: str, **options: Unpack[LayerOptions]) -> "HybridBlock":
+        """Builds a block of a kind."""
+        build = self.attention if kind == FULL else self.mixer
+        return HybridBlock(
+            build(**options),
+            self.mlp_features,
+            partial(self.norm, epsilon=self.epsilon),
+            keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
+            norms_outputs=kind in self.post_normed,
+            **options,
+        )
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        """Builds the mixer of a block with attention."""
+        return self.make(Attention, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        """Builds the mixer of any other block."""
+        raise NotImplementedError  # a subclass builds it
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig(HybridConfig):
+    """The base class of the configs of hybrids with Gated DeltaNet."""
+
+    kinds: ClassVar = ("linear_attention", FULL)
+    undetermined: ClassVar = ("num_key_heads",)
+    hf_fields: ClassVar = HybridConfig.hf_fields | {
+        "attention_bias": "attention_bias",
+        "linear_num_key_heads": "num_key_heads",
+        "linear_num_value_heads": "num_value_heads",
+        "linear_key_head_dim": "key_features",
+        "linear_value_head_dim": "value_features",
+        "linear_conv_kernel_dim": "kernel_size",
+    }
+    hf_values: ClassVar = {
+        "hidden_act": ("silu",),
+        "attention_dropout": (0,),
+        "rope_type": ("default",),
+        "tie_word_embeddings": (False, True),
+    }
+
+    block_types: tuple[str, ...] = ("linear_attention",) * 3 + (FULL,)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    num_key_heads: int = 4
+    """Number of heads of a Gated DeltaNet's queries and keys."""
+    num_value_heads: int = 4
+    """Number of heads of a Gated DeltaNet's values."""
+    key_features: int = 32
+    """Size of a head of a Gated DeltaNet's queries and keys."""
+    value_features: int = 48
+    """Size of a head of a Gated DeltaNet's values."""
+    kernel_size: int = 4
+    """Number of taps of the causal convolutions."""
+    attention_bias: bool = False
+    """Whether the projections of the attention have biases."""
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        bias = self.attention_bias
+        return super().attention(use_bias=bias, out_bias=bias, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        return self.make(GatedDeltaNet, **options)
+
+
+class HybridBlock(ResidualBlock[Any]):
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with silu in the gated MLP.
+
+    With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. `keys` has the keys
+    of the parts in each layout.
+    """
+
+    parts = ("mixer_norm", "mixer", "mlp_norm", "mlp")
+
+    def __init__(
+        self,
+        mixer: SequenceLayer,
+        mlp_features: int,
+        norm: Callable[..., Any],
+        *,
+        keys: Mapping[str, BlockKeys],
+        norms_outputs: bool = False,
+        **options: Unpack[LayerOptions],
+    ):
+        features = mixer.in_features
+        super().__init__(features, **options)
+        self.norms_outputs, self.keys = norms_outputs, tuple(keys.items())
+        self.mixer_norm = norm(features, **norm_options(options))
+        self.mixer = mixer
+        self.mlp_norm = norm(features, **norm_options(options))
+        self.mlp = GatedMLP(features, mlp_features, activation="silu", **options)
+
+    def torch_layouts(self) -> Layouts:
+        """The layouts of `keys`."""
+        of_mixer, of_mlp = self.mixer.torch_layouts(), self.mlp.torch_layouts()
+        return {
+            layout: [
+                *rms_norm("mixer_norm", keys.norm),
+                *nested(of_mixer[keys.layout], "mixer", keys.mixer),
+                *rms_norm("mlp_norm", keys.mlp_norm),
+                *nested(of_mlp[keys.mlp_layout], "mlp", keys.mlp),
+            ]
+            for layout, keys in self.keys
+        }
+
+
+class HybridLanguageModel(LanguageModel):
+    """Token embedding → residual blocks → RMSNorm → the token embedding again, or Linear."""
+
+    def __init__(self, config: HybridConfig, **options: Unpack[NormOptions]):
+        init = nnx.initializers.normal(config.initializer_range)
+        sizes, matrix = (config.vocab_size, config.features), {"kernel_init": init, **options}
+        super().__init__(
+            config,
+            embedding=nnx.Embed(*sizes, embedding_init=init, **options),
+            blocks=[config.block(kind, **matrix) for kind in config.mixings],
+            norm=config.norm(config.features, epsilon=config.epsilon, **options),
+            head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
+        )
+
+
+def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
+    """Converts the number of rows of a projection with `count` parts to that of its heads."""
+    return lambda size, fields: size // count // fields["head_features"]
+
+
+def layouts_of(
+    model: str, norm: str, sizes: Mapping[str, Any], **options: Any
+) -> tuple[Layout, Layout]:
+    """The layout of a `state_dict` whose parts are under a prefix, and that of its files.
+
+    If the head is tied, files leave out its key.
+    """
+    layout = Layout(
+        f"{model}.embed_tokens.weight",
+        f"{model}.layers",
+        f"{model}.{norm}.weight",
+        HEAD,
+        sizes={**sizes},
+        **options,
+    )
+    return layout, layout._replace(repeats_embedding=False)
+
+
+def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int = 2) -> Any:
+    """A source for `Layout.sizes`: the number of rows of a weight, if the checkpoint has it."""
+    size = Size(f"*.{key}", 0, rank)
+    return (size if convert is None else size._replace(convert=convert)), ...

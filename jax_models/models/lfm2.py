@@ -1,0 +1,137 @@
+"""Liquid AI's LFM2: gated short convolutions and attention."""
+
+__all__ = ["LFM2LanguageModel", "LFM2LanguageModelConfig"]
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+from jax_models.layers.short_convolution import ShortConvolution
+from jax_models.models.architecture import Size, has, tied_head
+from jax_models.models.hf import kinds_by_key
+from jax_models.models.hybrid import (
+    FULL,
+    BlockKeys,
+    HybridConfig,
+    HybridLanguageModel,
+    heads_of,
+    layouts_of,
+    rows,
+)
+from jax_models.models.language_model import Preset
+from jax_models.ops.checks import Positive
+from jax_models.options import NormOptions
+from jax_models.sequence import SequenceLayer
+
+KEYS = ("operator_norm", "ffn_norm", "lfm2", "feed_forward", "lfm2")
+LAYOUT, FILE = layouts_of(
+    "model",
+    "embedding_norm",
+    {
+        "mlp_features": Size("*.feed_forward.w1.weight", 0),
+        "block_types": kinds_by_key("*.conv.in_proj.weight", "conv", FULL),
+        "head_features": rows("self_attn.q_layernorm.weight", rank=1),
+        "num_heads": rows("self_attn.q_proj.weight", heads_of()),
+        "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
+        "kernel_size": (Size("*.conv.conv.weight", 2, rank=3), ...),
+        "conv_bias": has("*.conv.conv.bias"),
+        "tied_head": tied_head,
+    },
+    blocks_layout="hf",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LFM2LanguageModelConfig(HybridConfig):
+    """The config of LFM2. Except for the sizes, the defaults are those of transformers."""
+
+    family: ClassVar = "LFM2"
+    model_types: ClassVar = ("lfm2",)
+    marks: ClassVar = ("model.embedding_norm.",)
+    kinds: ClassVar = ("conv", FULL)
+    block_keys: ClassVar = {
+        "hf": {"conv": BlockKeys("conv", *KEYS), FULL: BlockKeys("self_attn", *KEYS)}
+    }
+    layouts: ClassVar = {"hf": LAYOUT, "hf-file": FILE}
+    hf_class: ClassVar = "Lfm2ForCausalLM"
+    hf_fields: ClassVar = {
+        {"rms_norm_eps": "norm_eps"}.get(name, name): ours
+        for name, ours in HybridConfig.hf_fields.items()
+    } | {"conv_L_cache": "kernel_size", "conv_bias": "conv_bias"}
+    hf_values: ClassVar = {"rope_type": ("default",), "tie_word_embeddings": (True, False)}
+    hf_defaults: ClassVar = {"num_key_value_heads": 8}
+
+    block_types: tuple[str, ...] = ("conv", "conv", FULL)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    rope_theta: Positive = 1e6
+    """θ of `ops.rotary`."""
+    epsilon: Positive = 1e-5
+    """ε of the norms."""
+    kernel_size: int = 3
+    """Number of taps of the short convolutions."""
+    conv_bias: bool = False
+    """Whether the short convolutions and their projections have biases."""
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        return {"lfm2": Preset(cls())}
+
+    def build(self, **options: Unpack[NormOptions]) -> "LFM2LanguageModel":
+        return LFM2LanguageModel(self, **options)
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Computes the width of the MLPs, in integers as transformers does."""
+        width = given.get("block_ff_dim", given["intermediate_size"])
+        if given.get("block_auto_adjust_ff_dim", True):
+            width = int(2 * width / 3)
+            factor = config.get("block_ffn_dim_multiplier", 1.0)
+            if factor is not None:
+                multiple = given.get("block_multiple_of", 256)
+                width = -(-int(factor * width) // multiple) * multiple
+        tied = given.get("tie_embedding", given["tie_word_embeddings"])
+        return super().converted(given, config) | {"mlp_features": width, "tied_head": tied}
+
+    @classmethod
+    def layer_types(cls, given: Mapping[str, Any]) -> Any:
+        """By default, the blocks of `full_attn_idxs` have attention, or else all blocks."""
+        numbers = range(given["num_hidden_layers"])
+        attention = given.get("full_attn_idxs", numbers)
+        return given.get("layer_types", [cls.kinds[i in attention] for i in numbers])
+
+    def to_hf(self) -> dict[str, Any]:
+        """States the width of the MLPs and the tied head under all names that they have."""
+        return super().to_hf() | {
+            "block_ff_dim": self.mlp_features,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": self.tied_head,
+        }
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(qk_norm="head", **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        return self.make(ShortConvolution, use_bias=self.conv_bias, **options)
+
+
+class LFM2LanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with a short convolution or attention → RMSNorm → head.
+
+        >>> model = LFM2LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+        x ← x + mixer(norm(x)),   x ← x + mlp(norm(x))
+
+    The mixer is a `ShortConvolution` or an `Attention`, which norms the queries and keys of each
+    head. The MLP is a `GatedMLP` with silu. The head is the token embedding, or a matrix of its
+    own.
+
+    Args:
+        config: the sizes. `LFM2LanguageModelConfig.from_hf` reads them from a config.json.
+        **options: as for every layer. Matrices and convolutions are drawn from a normal
+            distribution, as in transformers.
+
+    Layouts: `hf` (transformers' Lfm2ForCausalLM) and `hf-file` (the same without `lm_head.weight`
+    if the head is tied).
+
+    """

@@ -1,0 +1,164 @@
+"""OLMo Hybrid: Gated DeltaNet with negative eigenvalues, and post-normed attention."""
+
+__all__ = ["OLMoHybridLanguageModel", "OLMoHybridLanguageModelConfig"]
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+from jax_models.layers.gated_delta_net import bias_of_log_uniform, log_of_uniform
+from jax_models.models.architecture import Size, has, tied_head
+from jax_models.models.hf import kinds_by_key
+from jax_models.models.hybrid import (
+    FULL,
+    BlockKeys,
+    GatedDeltaNetConfig,
+    HybridLanguageModel,
+    heads_of,
+    layouts_of,
+    rows,
+)
+from jax_models.models.language_model import Preset
+from jax_models.options import NormOptions
+from jax_models.sequence import SequenceLayer
+
+LINEAR = "linear_attention"
+INPUT, ATTENTION, MLP = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def _sizes(conv: str) -> dict[str, Any]:
+    return {
+        "mlp_features": Size("*.mlp.gate_proj.weight", 0),
+        "block_types": kinds_by_key("*.linear_attn.A_log", LINEAR, FULL),
+        "head_features": rows(
+            "self_attn.q_proj.weight", lambda size, fields: size // fields.get("num_heads", 1)
+        ),
+        "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
+        "num_value_heads": rows("linear_attn.A_log", rank=1),
+        "value_features": rows("linear_attn.o_norm.weight", rank=1),
+        "key_features": rows(
+            "linear_attn.q_proj.weight", lambda size, fields: size // fields.get("num_key_heads", 1)
+        ),
+        "kernel_size": (Size(f"*.linear_attn.{conv}.weight", 2, rank=3), ...),
+        "attention_bias": has("*.self_attn.q_proj.bias"),
+        "tied_head": tied_head,
+    }
+
+
+STATE_DICT, _ = layouts_of("model", "norm", _sizes("conv1d"))
+_, FILE = layouts_of("model", "norm", _sizes("q_conv1d"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
+    """The config of OLMo Hybrid. Except for the sizes, the defaults are those of transformers."""
+
+    family: ClassVar = "OLMo Hybrid"
+    model_types: ClassVar = ("olmo_hybrid",)
+    marks: ClassVar = (".linear_attn.g_proj.",)
+    left_out: ClassVar = ("mtp.",)
+    undetermined: ClassVar = ("num_key_heads", "num_heads")
+    post_normed: ClassVar = (FULL,)
+    block_keys: ClassVar = {
+        "hf": {
+            LINEAR: BlockKeys("linear_attn", INPUT, ATTENTION, "olmo_hybrid"),
+            FULL: BlockKeys("self_attn", ATTENTION, MLP, "olmo_hybrid"),
+        },
+        "hf-file": {
+            LINEAR: BlockKeys(
+                "linear_attn",
+                "attention_layer_norm",
+                "feedforward_layer_norm",
+                "olmo_hybrid-file",
+            ),
+            FULL: BlockKeys("self_attn", "feedforward_layer_norm", MLP, "olmo_hybrid"),
+        },
+    }
+    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE}
+    hf_class: ClassVar = "OlmoHybridForCausalLM"
+    hf_fields: ClassVar = GatedDeltaNetConfig.hf_fields | {
+        "linear_allow_neg_eigval": "negative_eigenvalues"
+    }
+
+    negative_eigenvalues: bool = True
+    """Whether a step of a Gated DeltaNet can flip the sign of what its state stores."""
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        return {"olmo-hybrid": Preset(cls())}
+
+    def build(self, **options: Unpack[NormOptions]) -> "OLMoHybridLanguageModel":
+        return OLMoHybridLanguageModel(self, **options)
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes depend on each other, and a θ that is null turns the rotation off."""
+        heads, features = given["num_attention_heads"], given["hidden_size"]
+        key_heads = given.get("linear_num_key_heads", heads)
+        key_features = given.get("linear_key_head_dim", int(0.75 * features / key_heads))
+        rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        return super().converted(given, config) | {
+            "num_kv_heads": given.get("num_key_value_heads", heads),
+            "num_key_heads": key_heads,
+            "num_value_heads": given.get("linear_num_value_heads", heads),
+            "key_features": key_features,
+            "value_features": given.get("linear_value_head_dim", 2 * key_features),
+            "rope_theta": rotary.get("rope_theta", config.get("rope_theta", cls.rope_theta)),
+        }
+
+    @classmethod
+    def layer_types(cls, given: Mapping[str, Any]) -> Any:
+        """By default, attention in every fourth block, and at least in the last."""
+        types = super().layer_types({**given, "full_attention_interval": 4})
+        if "layer_types" not in given and FULL not in types:
+            types[-1] = FULL
+        return types
+
+    def to_hf(self) -> dict[str, Any]:
+        """Refuses blocks of a single kind, which transformers does not support."""
+        if {*self.mixings} != {*self.kinds}:
+            raise ValueError(
+                f"block_types: expected blocks of both kinds, as transformers needs, got "
+                f"{self.mixings}"
+            )
+        return super().to_hf()
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        rotary = {"rotary_features": 0, "rope_theta": 1.0} if self.rope_theta is None else {}
+        return super().attention(qk_norm="all", **rotary, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        """The ε of its norm is 1e-5, whatever the config's `epsilon` is."""
+        return super().mixer(
+            epsilon=1e-5,
+            decay_init=log_of_uniform(0.0, 16.0),
+            dt_init=bias_of_log_uniform(1e-3, 0.1, 1e-4),
+            **options,
+        )
+
+
+class OLMoHybridLanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with Gated DeltaNet or attention → RMSNorm → head.
+
+        >>> model = OLMoHybridLanguageModelConfig(features=64).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+        x ← x + gated_delta_net(norm(x)),   x ← x + mlp(norm(x))
+        x ← x + norm(attention(x)),         x ← x + norm(mlp(x))
+
+    Every fourth block has attention and is post-normed. The queries and keys of all heads of the
+    `Attention` are normed together. The MLP is a `GatedMLP` with silu.
+
+    Args:
+        config: the sizes. `OLMoHybridLanguageModelConfig.from_hf` reads them from a config.json.
+        **options: as for every layer. Matrices and convolutions are drawn from a normal
+            distribution, as in transformers.
+
+    Layouts: `hf` (the `state_dict` of transformers' OlmoHybridForCausalLM), `hf-file` (its files,
+    which have other keys, and no `lm_head.weight` if the head is tied).
+
+    """

@@ -1,0 +1,143 @@
+"""The text model of Qwen3.5: Gated DeltaNet, with gated attention in every fourth block."""
+
+__all__ = ["Qwen35LanguageModel", "Qwen35LanguageModelConfig"]
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, Unpack
+
+from jax_models.layers.norm import ZeroCenteredRMSNorm
+from jax_models.models.architecture import Fields, Size, has, tied_head
+from jax_models.models.hf import kinds_by_key
+from jax_models.models.hybrid import (
+    FULL,
+    BlockKeys,
+    GatedDeltaNetConfig,
+    HybridLanguageModel,
+    heads_of,
+    layouts_of,
+    rows,
+)
+from jax_models.models.language_model import Preset
+from jax_models.options import NormOptions
+from jax_models.sequence import SequenceLayer
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _key_features(channels: int, fields: Fields) -> int:
+    """The size of a key head, from the number of channels of the queries, keys and values."""
+    of_keys = channels - fields["num_value_heads"] * fields["value_features"]
+    return of_keys // (2 * fields.get("num_key_heads", 1))
+
+
+SIZES = {
+    "mlp_features": Size("*.mlp.gate_proj.weight", 0),
+    "block_types": kinds_by_key("*.linear_attn.A_log", "linear_attention", FULL),
+    "head_features": rows("self_attn.q_norm.weight", rank=1),
+    "num_heads": rows("self_attn.q_proj.weight", heads_of(2)),
+    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
+    "num_value_heads": rows("linear_attn.A_log", rank=1),
+    "value_features": rows("linear_attn.norm.weight", rank=1),
+    "key_features": rows("linear_attn.conv1d.weight", _key_features, rank=3),
+    "kernel_size": (Size("*.linear_attn.conv1d.weight", 2, rank=3), ...),
+    "attention_bias": has("*.self_attn.q_proj.bias"),
+    "tied_head": tied_head,
+}
+TEXT, TEXT_FILE = layouts_of("model", "norm", SIZES, blocks_layout="hf")
+WHOLE, WHOLE_FILE = layouts_of("model.language_model", "norm", SIZES, blocks_layout="hf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
+    """The config of Qwen3.5. Except for the sizes, the defaults are those of transformers."""
+
+    family: ClassVar = "Qwen3.5"
+    model_types: ClassVar = ("qwen3_5_text", "qwen3_5")
+    marks: ClassVar = (".linear_attn.in_proj_qkv.",)
+    left_out: ClassVar = ("mtp.", "model.visual.", "visual.")
+    norm: ClassVar = ZeroCenteredRMSNorm
+    block_keys: ClassVar = {
+        "hf": {
+            "linear_attention": BlockKeys("linear_attn", *NORMS, "qwen3_5"),
+            FULL: BlockKeys("self_attn", *NORMS, "qwen3_5"),
+        }
+    }
+    layouts: ClassVar = {
+        "hf": TEXT,
+        "hf-file": TEXT_FILE,
+        "multimodal": WHOLE,
+        "multimodal-file": WHOLE_FILE,
+    }
+    hf_class: ClassVar = "Qwen3_5ForCausalLM"
+    hf_fields: ClassVar = GatedDeltaNetConfig.hf_fields | {
+        "partial_rotary_factor": "rotary_fraction"
+    }
+    hf_defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+
+    rotary_fraction: float = 0.25
+    """The fraction of each head that rotary positions rotate."""
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        return {"qwen3_5": Preset(cls())}
+
+    def build(self, **options: Unpack[NormOptions]) -> "Qwen35LanguageModel":
+        return Qwen35LanguageModel(self, **options)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a config.json of the text model, or the `text_config` of a multimodal model."""
+        if config.get("model_type") == "qwen3_5":
+            text = config.get("text_config")
+            if not isinstance(text, Mapping):
+                raise ValueError(f"config: text_config: expected an object, got {text!r}")
+            own = ("tie_word_embeddings", "quantization_config")
+            shared = {name: config[name] for name in own if name in config}
+            config = {"model_type": cls.model_types[0], **text, **shared}
+        return super().from_hf(config)
+
+    @property
+    def rotary_features(self) -> int:
+        """The number of features of a head that `Attention` rotates."""
+        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(
+            rotary_features=self.rotary_features,
+            qk_norm="head",
+            zero_centered_norm=True,
+            output_gate=True,
+            **options,
+        )
+
+
+class Qwen35LanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with Gated DeltaNet or gated attention → RMSNorm → head.
+
+        >>> model = Qwen35LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+        x ← x + mixer(norm(x)),   x ← x + mlp(norm(x))
+
+    The mixer is a `GatedDeltaNet`, or in every fourth block an `Attention` with an output gate and
+    normed queries and keys, a part of which is rotated. All these norms multiply by 1 + scale, and
+    the MLP is a `GatedMLP` with silu. The head is the token embedding, or a matrix of its own.
+
+    Args:
+        config: the sizes. `Qwen35LanguageModelConfig.from_hf` reads them from a config.json.
+        **options: as for every layer. Matrices and convolutions are drawn from a normal
+            distribution, as in transformers.
+
+    Layouts: `hf` (transformers' Qwen3_5ForCausalLM), `multimodal` (the text part of its
+    Qwen3_5ForConditionalGeneration), and `hf-file` and `multimodal-file` (the same without
+    `lm_head.weight` if the head is tied).
+
+    """

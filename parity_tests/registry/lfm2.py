@@ -1,0 +1,61 @@
+"""The language model of LFM2."""
+
+import dataclasses
+from functools import partial
+
+from jax_models import LFM2LanguageModelConfig
+from parity_tests.registry.case import paired
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    epsilon_doubled,
+    exchanged,
+    mask_ignored,
+    zeroed,
+)
+
+lfm2 = partial(paired, layout="hf", architecture="lfm2", twin_state=False, prefix=5)
+config = LFM2LanguageModelConfig(
+    vocab_size=11,
+    features=8,
+    num_layers=3,
+    mlp_features=7,
+    block_types=("conv", "full_attention"),
+    num_heads=4,
+    num_kv_heads=2,
+    head_features=4,
+    rope_theta=10.0,
+    max_length=40,
+)
+CASES = [
+    lfm2("LFM2LanguageModel", config.build),
+    lfm2(
+        "LFM2LanguageModel, biases, untied",
+        dataclasses.replace(config, conv_bias=True, kernel_size=4, tied_head=False).build,
+    ),
+]
+weights = partial(Mutation, case="LFM2LanguageModel", kind="weights")
+MUTATIONS = [
+    weights(
+        "gate and up exchanged",
+        plant=edited(exchanged("blocks.1.mlp", "gate_proj", "up_proj")),
+        culprit="model.layers.1.feed_forward",
+    ),
+    weights(
+        "norms of a block exchanged", plant=edited(exchanged("blocks.0", "mixer_norm", "mlp_norm"))
+    ),
+    weights(
+        "the convolution's bias forgotten",
+        case="LFM2LanguageModel, biases, untied",
+        plant=zeroed("blocks.0.mixer.conv.bias"),
+        culprit="model.layers.0.conv.conv",
+    ),
+    Mutation(
+        "epsilon doubled",
+        "LFM2LanguageModel",
+        "forward",
+        plant=epsilon_doubled("norm"),
+        culprit="model.embedding_norm",
+    ),
+    *mask_ignored("LFM2LanguageModel", "jax_models.ops.causal_conv"),
+]

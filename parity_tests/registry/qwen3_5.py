@@ -1,0 +1,69 @@
+"""The language model of Qwen3.5."""
+
+from functools import partial
+
+from jax_models import Qwen35LanguageModelConfig
+from parity_tests.registry.case import paired
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    epsilon_doubled,
+    exchanged,
+    replaced,
+    without_1,
+)
+
+qwen = partial(paired, layout="hf", architecture="qwen3_5", twin_state=False, prefix=5)
+sizes = {"vocab_size": 11, "features": 8, "mlp_features": 7, "max_length": 40, "rope_theta": 10.0}
+CASES = [
+    qwen(
+        "Qwen35LanguageModel",
+        Qwen35LanguageModelConfig(
+            **sizes,
+            num_layers=3,
+            block_types=("linear_attention", "full_attention"),
+            num_heads=4,
+            num_kv_heads=2,
+            head_features=12,  # 3 of them are rotated, as 4 are
+            num_key_heads=2,
+            num_value_heads=4,
+            key_features=3,
+            value_features=5,
+        ).build,
+    ),
+    qwen(
+        "Qwen35LanguageModel, untied",
+        Qwen35LanguageModelConfig(
+            **sizes,
+            num_layers=2,
+            block_types=("full_attention", "linear_attention"),
+            head_features=4,
+            num_key_heads=2,
+            num_value_heads=2,
+            key_features=2,
+            value_features=2,
+            rotary_fraction=0.5,
+            attention_bias=True,
+            tied_head=False,
+        ).build,
+    ),
+]
+forward = partial(Mutation, case="Qwen35LanguageModel", kind="forward")
+MUTATIONS = [
+    Mutation(
+        "gate and up exchanged",
+        "Qwen35LanguageModel",
+        "weights",
+        plant=edited(exchanged("blocks.1.mlp", "gate_proj", "up_proj")),
+        culprit="model.layers.1.mlp",
+    ),
+    forward(
+        "norm's weight without 1",
+        plant=replaced("jax_models.layers.norm.ZeroCenteredRMSNorm.scaled", without_1),
+    ),
+    forward(
+        "epsilon doubled",
+        plant=epsilon_doubled("blocks.2.mlp_norm"),
+        culprit="model.layers.2.post_attention_layernorm",
+    ),
+]

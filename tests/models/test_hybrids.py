@@ -1,0 +1,229 @@
+"""The hybrids read the config.json and the folders of transformers, or refuse them in one line."""
+
+import json
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jax_models import (
+    LFM2LanguageModelConfig,
+    OLMoHybridLanguageModelConfig,
+    Qwen35LanguageModelConfig,
+    load_pretrained,
+    to_torch,
+)
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "num_hidden_layers": 6,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+}
+QWEN = SIZES | {"model_type": "qwen3_5_text"}
+OLMO = SIZES | {"model_type": "olmo_hybrid"}
+LFM2 = SIZES | {"model_type": "lfm2"}
+CONFIGS = {
+    "qwen3_5_text": Qwen35LanguageModelConfig,
+    "qwen3_5": Qwen35LanguageModelConfig,
+    "olmo_hybrid": OLMoHybridLanguageModelConfig,
+    "lfm2": LFM2LanguageModelConfig,
+}
+
+
+def read(fields: dict[str, Any]) -> Any:
+    return CONFIGS[fields["model_type"]].from_hf(fields)
+
+
+def test_defaults_are_those_of_transformers():
+    assert read(QWEN) == Qwen35LanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
+        num_kv_heads=4, num_key_heads=16, num_value_heads=32, key_features=128,
+        value_features=128, tied_head=False,
+    )  # fmt: skip
+    assert read(OLMO) == OLMoHybridLanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=4,
+        num_key_heads=4, num_value_heads=4, key_features=3, value_features=6, tied_head=False,
+    )  # fmt: skip
+    assert read(LFM2 | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
+        num_kv_heads=8, block_types=(FULL,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}])
+def test_a_config_that_is_written_is_read_again(fields):
+    config = read(fields)
+    assert read(json.loads(json.dumps(config.to_hf()))) == config
+    for change in ({"tied_head": not config.tied_head}, {"head_features": 6, "rope_theta": 7.0}):
+        changed = replace(config, **change)
+        assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
+
+
+ROPE = "rope_parameters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        (QWEN | {"full_attention_interval": 2}, "block_types", (LINEAR, FULL)),
+        (QWEN | {"layer_types": [LINEAR, LINEAR, FULL] * 2}, "block_types", (LINEAR, LINEAR, FULL)),
+        (QWEN | {"rope_theta": 7.0}, "rope_theta", 7.0),
+        (QWEN | {"rope_theta": 7.0, ROPE: {"rope_theta": 8.0}}, "rope_theta", 8.0),
+        (QWEN | {"partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
+        (QWEN | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
+        (QWEN | {"tie_word_embeddings": True}, "tied_head", True),
+        (OLMO | {ROPE: None}, "rope_theta", 1e4),
+        (OLMO | {ROPE: {}}, "rope_theta", 1e4),
+        (OLMO | {ROPE: {"rope_theta": None}}, "rope_theta", None),
+        (OLMO | {"rope_theta": None}, "rope_theta", None),
+        (OLMO | {"rope_theta": None, ROPE: {"rope_theta": 7.0}}, "rope_theta", 7.0),
+        (OLMO | {"num_hidden_layers": 2}, "block_types", (LINEAR, FULL)),
+        (OLMO | {"num_hidden_layers": 1}, "block_types", (FULL,)),
+        (OLMO | {"full_attention_interval": 2}, "mixings", [LINEAR] * 3 + [FULL] + [LINEAR] * 2),
+        (OLMO | {"linear_allow_neg_eigval": False}, "negative_eigenvalues", False),
+        (LFM2 | {"full_attn_idxs": [2, 5]}, "block_types", ("conv", "conv", FULL)),
+        (LFM2, "block_types", (FULL,)),
+        (LFM2, "rope_theta", 1e6),
+        (LFM2, "tied_head", True),
+        (LFM2 | {"tie_embedding": False}, "tied_head", False),
+        (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
+        (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM2 | {"block_auto_adjust_ff_dim": False}, "mlp_features", 20),
+        (LFM2 | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 9}, "mlp_features", 9),
+        (LFM2 | {"block_ffn_dim_multiplier": None}, "mlp_features", 13),
+        (LFM2 | {"block_multiple_of": 4}, "mlp_features", 16),
+        (
+            LFM2 | {"block_ff_dim": 6656, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8},
+            "mlp_features",
+            5768,
+        ),
+    ],
+)
+def test_a_field_of_a_config_json_is_read(fields, field, value):
+    assert getattr(read({"num_key_value_heads": 2, **fields}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (QWEN | {"layer_types": [LINEAR] * 5}, "layer_types: expected num_hidden_layers=6"),
+        (QWEN | {"layer_types": [LINEAR, "mamba"] * 3}, "layer_types: expected some of .*mamba"),
+        (LFM2 | {"layer_types": [LINEAR] * 6}, "layer_types: expected some of .*conv"),
+        (QWEN | {"full_attention_interval": 0}, "full_attention_interval: expected a positive"),
+        (QWEN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
+        (LFM2 | {"rope_scaling": {"type": "linear"}}, "rope_type: expected default, got linear"),
+        (OLMO | {ROPE: {FULL: {"rope_theta": 3.0}}}, "rope_parameters: expected one set"),
+        (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
+        (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
+        (QWEN | {"num_experts": 8}, "num_experts: expected none, .* mixtures of experts .*got 8"),
+        (LFM2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*got fp8"),
+        (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
+        (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
+        (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
+    ],
+)
+def test_a_config_json_that_is_not_supported_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(fields).build(rngs=nnx.Rngs(0))
+    assert "\n" not in str(error.value)
+
+
+def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
+    """Writes a folder with random weights, and with zeros under other keys."""
+    rng = np.random.default_rng(0)
+    weights = to_torch(config.build(rngs=nnx.Rngs(0)), layout)
+    weights = {k: rng.standard_normal(w.shape).astype(w.dtype) for k, w in weights.items()}
+    if config.tied_head and "lm_head.weight" in weights:
+        weights["lm_head.weight"] = weights[config.layouts[layout].embedding]
+    save_file(
+        weights | {key: np.zeros(3, np.float32) for key in others}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(config.to_hf() | fields))
+    return weights
+
+
+small = {"vocab_size": 11, "features": 8, "num_layers": 2, "mlp_features": 7, "num_heads": 2}
+MODELS = {
+    "qwen3_5_text": Qwen35LanguageModelConfig(
+        **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
+    ),
+    "olmo_hybrid": OLMoHybridLanguageModelConfig(
+        **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
+    ),
+    "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
+    config = replace(MODELS[name], tied_head=tied)
+    for layout in config.layouts:
+        weights = folder_of(config, tmp_path, layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = load_pretrained(tmp_path)
+        assert model.config == config
+        for key, array in to_torch(model, layout).items():
+            assert array.tobytes() == weights[key].tobytes(), key
+
+
+def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
+    config = MODELS["qwen3_5_text"]
+    others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
+    fields = {"model_type": "qwen3_5", "text_config": config.to_hf(), "tie_word_embeddings": True}
+    write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
+    weights = write(others)
+    listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
+    with pytest.warns(UserWarning, match=listed):
+        model = load_pretrained(tmp_path)
+    assert model.config == config
+    for key, array in to_torch(model, "multimodal-file").items():
+        assert array.tobytes() == weights[key].tobytes(), key
+    write(["vision.x"])
+    with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
+        load_pretrained(tmp_path)
+
+
+def test_folders_without_the_model_are_refused(tmp_path):
+    config = MODELS["qwen3_5_text"]
+    folder_of(config, tmp_path, "hf-file")
+    for fields, message in (
+        ({"model_type": "qwen3_5_vision"}, "expected a model of .*, got qwen3_5_vision$"),
+        (
+            {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]},
+            "got Qwen3_5MoeForCausalLM, a mixture of experts$",
+        ),
+        (config.to_hf() | {"hidden_size": 16}, "expected shape"),
+        (config.to_hf() | {"layer_types": [FULL, LINEAR]}, "does not fit"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(tmp_path)
+    save_file({"model.visual.x": np.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
+        load_pretrained(tmp_path)
+
+
+def test_three_convolutions_in_any_division_are_read(tmp_path):
+    """Transformers writes equal thirds; files may also be divided by q, k and v."""
+    config = replace(MODELS["olmo_hybrid"], num_value_heads=4)
+    thirds = folder_of(config, tmp_path, "hf-file")
+    keys = [f"model.layers.0.linear_attn.{name}_conv1d.weight" for name in "qkv"]
+    whole = np.concatenate([thirds[key] for key in keys])
+    assert [len(thirds[key]) for key in keys] == [11, 11, 10]
+    by_size = dict(zip(keys, np.split(whole, [6, 12]), strict=True))
+    for parts in ({}, by_size):
+        save_file(thirds | parts, tmp_path / "model.safetensors")
+        model = load_pretrained(tmp_path)
+        got = to_torch(model, "hf")["model.layers.0.linear_attn.conv1d.weight"]
+        np.testing.assert_array_equal(got, whole)

@@ -1,0 +1,253 @@
+"""Compares Qwen3.5, OLMo Hybrid and LFM2 with transformers."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from peers import assert_same_logits_and_gradients
+
+import torch_ref
+import train.convert as command
+from jax_models import (
+    LFM2LanguageModelConfig,
+    OLMoHybridLanguageModelConfig,
+    Qwen35LanguageModelConfig,
+    from_torch,
+    generate,
+    load_pretrained,
+)
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+transformers = pytest.importorskip("transformers")
+
+EAGER = {"attn_implementation": "eager"}
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+OLMO_HEADS = HEADS | {"linear_value_head_dim": 10}  # 12, 12 and 40 channels, in thirds of 22
+VISION = {
+    "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+QWEN, OLMO, LFM2 = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "Lfm2ForCausalLM"
+MODELS: dict[str, tuple[str, Any]] = {
+    "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
+    "Qwen3.5, other options": (
+        QWEN,
+        {
+            **SIZES,
+            **HEADS,
+            "head_dim": 6,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 1.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "OLMo Hybrid": (OLMO, {**SIZES, **OLMO_HEADS}),
+    "OLMo Hybrid, other options": (
+        OLMO,
+        {
+            **SIZES,
+            **HEADS,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "LFM2": (LFM2, {**SIZES, "full_attn_idxs": [1, 3], "block_multiple_of": 4}),
+    "LFM2, other options": (
+        LFM2,
+        {
+            **SIZES,
+            "layer_types": ["conv", FULL, FULL, "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "rope_parameters": {"rope_theta": 50.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+CONFIGS: dict[str, Any] = {
+    "Qwen3.5": Qwen35LanguageModelConfig,
+    "OLMo Hybrid": OLMoHybridLanguageModelConfig,
+    "LFM2": LFM2LanguageModelConfig,
+}
+TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Draws all matrices, norms, decays and biases, with values that are exact in bfloat16."""
+    rng = np.random.default_rng(0)
+    for name, parameter in model.named_parameters():
+        fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
+        draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
+        if "norm" in name and parameter.ndim == 1 and parameter.min() == 1:
+            draw = draw + 1
+        parameter.data = torch.from_numpy(in_every_dtype(draw)).to(parameter.dtype)
+
+
+def built(name: str) -> torch.nn.Module:
+    """A random model in float64, including the frequencies of the angles."""
+    kind, fields = MODELS[name]
+    model = getattr(transformers, kind)
+    with InFloat64():
+        config = model.config_class(**fields, **EAGER)
+        model = model(config).double().eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def hf(request) -> torch.nn.Module:
+    return built(request.param)
+
+
+def logits_of(model: torch.nn.Module, tokens: Any, **options: Any) -> np.ndarray:
+    """The logits in float64, even where transformers would cast to float32."""
+    with InFloat64(), torch.no_grad():
+        return model(torch.as_tensor(tokens), use_cache=False, **options).logits.numpy()
+
+
+def in_float32(model: torch.nn.Module) -> torch.nn.Module:
+    return copy.deepcopy(model).float()
+
+
+@pytest.fixture
+def folder(hf, tmp_path) -> Path:
+    """The model in float32, as transformers saves it."""
+    in_float32(hf).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    return tmp_path / "hf"
+
+
+def ported(weights: Any, config: Any, param_dtype: Any = jnp.float64) -> Any:
+    """The model of a config with these weights."""
+    model = nnx.eval_shape(lambda: config.build(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    return from_torch(model, weights, "hf")
+
+
+def test_logits_and_gradients_are_those_of_transformers(hf, folder):
+    """In float64 and float32, with the config that the folder has."""
+    config = load_pretrained(folder).config
+    load = partial(ported, config=config)
+    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
+    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_twin)
+
+
+def test_the_twin_is_transformers(hf, folder):
+    """The twin has the same keys, and the same logits in float64."""
+    config = load_pretrained(folder).config
+    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config(config)
+    twin.double().load_state_dict(hf.state_dict())
+    with torch.no_grad():
+        logits, _ = twin(torch.as_tensor(TOKENS))
+    expected = logits_of(hf, TOKENS)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+def test_greedy_tokens_are_those_of_transformers(hf, folder):
+    prompt = TOKENS[:, :9]
+    theirs = hf.generate(torch.as_tensor(prompt), do_sample=False, max_new_tokens=24)
+    model = load_pretrained(folder, max_length=64)
+    ours = generate(model, prompt, 24, key=jax.random.key(0), temperature=0)
+    np.testing.assert_array_equal(ours, theirs[:, 9:])
+
+
+def test_transformers_loads_what_is_exported(hf, folder, monkeypatch):
+    """Strictly, and with the same weights and logits."""
+    monkeypatch.chdir(folder.parent)
+    command.main(["--from", "hf", "--to", "back"])
+    read, report = type(hf).from_pretrained("back", output_loading_info=True, **EAGER)
+    assert not any(report.values()), report
+    for key, array in in_float32(hf).state_dict().items():
+        assert torch.equal(read.state_dict()[key], array), key
+    np.testing.assert_allclose(
+        logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), rtol=0, atol=1e-5
+    )
+
+
+def test_a_multimodal_folder_is_read(tmp_path, monkeypatch):
+    """Its text part equals that of transformers, and is exported as a text model."""
+    monkeypatch.chdir(tmp_path)
+    text = {**MODELS["Qwen3.5"][1], "tie_word_embeddings": True}
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config=VISION, tie_word_embeddings=True, **EAGER
+    )
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    randomise(model)
+    model.save_pretrained("hf")
+    with pytest.warns(UserWarning, match=r"left out model\.visual\.\* \(\d+ weights\)$"):
+        ours = load_pretrained("hf")
+    expected = logits_of(model, TOKENS)
+    np.testing.assert_allclose(
+        ours(TOKENS)[0], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
+    )
+    with pytest.warns(UserWarning, match="left out"):
+        command.main(["--from", "hf", "--to", "back"])
+    for name in ("hf", "back"):
+        read = transformers.Qwen3_5ForCausalLM.from_pretrained(name, **EAGER).eval()
+        np.testing.assert_array_equal(logits_of(read, TOKENS), expected)
+
+
+PACKED = np.concatenate([TOKENS[:1, :9], TOKENS[1:, :12]], axis=1)
+POSITIONS = np.r_[:9, :12][None]
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "OLMo Hybrid", "LFM2"])
+def test_packed_documents_stay_apart_here_but_not_in_transformers(name):
+    """Transformers carries the recurrent state and the convolution into the next document."""
+    model = built(name)
+    alone = logits_of(model, TOKENS[1:, :12])
+    packed = logits_of(model, PACKED, position_ids=torch.as_tensor(POSITIONS))
+    scale = np.abs(alone).max()
+    assert np.abs(packed[:, 9:] - alone).max() > 0.3 * scale
+    with jax.enable_x64(True):
+        config = CONFIGS[name].from_hf(model.config.to_dict())
+        logits, _ = ported(model.state_dict(), config)(PACKED, reset=POSITIONS == 0)
+    np.testing.assert_allclose(logits[:, 9:], alone, rtol=0, atol=1e-11 * scale)
+
+
+def test_left_padding_changes_transformers_lfm2_with_biases():
+    """The padding's input of the convolution is the product of two biases instead of zero."""
+    model, pad = built("LFM2, other options"), 3
+    alone = logits_of(model, TOKENS[:, :9])
+    padded = np.pad(TOKENS[:, :9], ((0, 0), (pad, 0)))
+    mask = (np.arange(9 + pad) >= pad)[None].repeat(2, axis=0).astype(int)
+    logits = logits_of(model, padded, attention_mask=torch.as_tensor(mask))[:, pad:]
+    assert np.abs(logits - alone).max() > 0.01 * np.abs(alone).max()
+    without = built("LFM2")
+    alone = logits_of(without, TOKENS[:, :9])
+    logits = logits_of(without, padded, attention_mask=torch.as_tensor(mask))[:, pad:]
+    np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-11 * np.abs(alone).max())

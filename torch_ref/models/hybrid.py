@@ -1,0 +1,50 @@
+"""The frame of the hybrids of attention with Gated DeltaNet or short convolutions."""
+
+__all__: list[str] = []  # all of it is a part of the models of other modules
+
+from typing import Any
+
+from torch import Tensor, nn
+
+State = tuple[Any, ...]
+
+
+class Backbone(nn.Module):
+    """Token embedding → blocks → RMSNorm. The norm's key is `norm_name`."""
+
+    def __init__(self, config: Any, blocks: list[nn.Module], norm: nn.Module, norm_name: str):
+        super().__init__()
+        self.norm_name = norm_name
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.features)
+        self.layers = nn.ModuleList(blocks)
+        setattr(self, norm_name, norm)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        x, states = self.embed_tokens(tokens), []
+        for i, layer in enumerate(self.layers):
+            x, last = layer(x, None if state is None else state[i])
+            states.append(last)
+        return getattr(self, self.norm_name)(x), tuple(states)
+
+
+class HybridLanguageModel(nn.Module):
+    """The backbone → Linear, whose matrix may be the token embedding.
+
+    tokens are (batch, time), the logits are (batch, time, vocab_size), and the state holds the
+    states of the blocks.
+    """
+
+    context_length = None
+
+    def __init__(
+        self, config: Any, blocks: list[nn.Module], norm: nn.Module, norm_name: str = "norm"
+    ):
+        super().__init__()
+        self.model = Backbone(config, blocks, norm, norm_name)
+        self.lm_head = nn.Linear(config.features, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        x, states = self.model(tokens, state)
+        return self.lm_head(x), states

@@ -1,0 +1,92 @@
+"""Liquid AI's LFM2 in plain PyTorch, with the keys of transformers."""
+
+__all__ = ["LFM2LanguageModel"]
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_ref.layers.attention import empty_cache, local_attention
+from torch_ref.layers.short_convolution import ShortConvolution
+from torch_ref.models.hybrid import HybridLanguageModel, State
+
+
+class LFM2Attention(nn.Module):
+    """Causal attention with grouped queries, whose queries and keys are normed by head.
+
+    The state is (position, keys, values), with a slot for each step so far.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        features, self.theta = config.features, config.rope_theta
+        self.size = config.head_features or features // config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.q_proj = nn.Linear(features, config.num_heads * self.size, bias=False)
+        self.k_proj = nn.Linear(features, self.num_kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(features, self.num_kv_heads * self.size, bias=False)
+        self.out_proj = nn.Linear(config.num_heads * self.size, features, bias=False)
+        self.q_layernorm = nn.RMSNorm(self.size, eps=config.epsilon)
+        self.k_layernorm = nn.RMSNorm(self.size, eps=config.epsilon)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.size))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if state is None:
+            state = empty_cache(self.k_proj.weight, len(x), 1, self.num_kv_heads, self.size)
+        position, *cache = state
+        keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in cache)
+        state = position, keys, values
+        y, state = local_attention(q, k, v, state, rotated=self.size, theta=self.theta)
+        return self.out_proj(y.flatten(-2)), state
+
+
+class LFM2MLP(nn.Module):
+    """`y = (silu(x W_1) ⊙ x W_3) W_2`."""
+
+    def __init__(self, features: int, mlp_features: int):
+        super().__init__()
+        self.w1 = nn.Linear(features, mlp_features, bias=False)
+        self.w3 = nn.Linear(features, mlp_features, bias=False)
+        self.w2 = nn.Linear(mlp_features, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class LFM2Block(nn.Module):
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer."""
+
+    def __init__(self, config: Any, kind: str):
+        super().__init__()
+        self.operator_norm = nn.RMSNorm(config.features, eps=config.epsilon)
+        self.is_conv = kind == "conv"
+        if self.is_conv:
+            self.conv = ShortConvolution(
+                config.features, kernel_size=config.kernel_size, use_bias=config.conv_bias
+            )
+        else:
+            self.self_attn = LFM2Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.features, eps=config.epsilon)
+        self.feed_forward = LFM2MLP(config.features, config.mlp_features)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        mixer = self.conv if self.is_conv else self.self_attn
+        y, last = mixer(self.operator_norm(x), state)
+        x = x + y
+        return x + self.feed_forward(self.ffn_norm(x)), last
+
+
+class LFM2LanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with a short convolution or attention → RMSNorm → Linear."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> "LFM2LanguageModel":
+        """Builds the twin of the model of a JAX config."""
+        blocks: list[nn.Module] = [LFM2Block(config, kind) for kind in config.mixings]
+        norm = nn.RMSNorm(config.features, eps=config.epsilon)
+        return cls(config, blocks, norm, "embedding_norm")

@@ -1,0 +1,66 @@
+"""The text model of Qwen3.5 in plain PyTorch, with the keys of transformers."""
+
+__all__ = ["Qwen35LanguageModel"]
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_ref.layers.attention import Attention
+from torch_ref.layers.gated_delta_net import GatedDeltaNet
+from torch_ref.layers.mlp import GatedMLP
+from torch_ref.layers.norm import ZeroCenteredRMSNorm
+from torch_ref.models.hybrid import HybridLanguageModel, State
+
+
+class Qwen35Block(nn.Module):
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer."""
+
+    def __init__(self, config: Any, kind: str):
+        super().__init__()
+        self.input_layernorm = ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon)
+        self.is_linear = kind == "linear_attention"
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(
+                config.features,
+                num_key_heads=config.num_key_heads,
+                num_value_heads=config.num_value_heads,
+                key_features=config.key_features,
+                value_features=config.value_features,
+                kernel_size=config.kernel_size,
+                epsilon=config.epsilon,
+            )
+        else:
+            head_features = config.head_features or config.features // config.num_heads
+            self.self_attn = Attention(
+                config.features,
+                config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_features=head_features,
+                rotary_features=int(head_features * config.rotary_fraction),
+                rope_theta=config.rope_theta,
+                qk_norm="head",
+                zero_centered_norm=True,
+                epsilon=config.epsilon,
+                output_gate=True,
+                use_bias=config.attention_bias,
+                out_bias=config.attention_bias,
+            )
+        self.post_attention_layernorm = ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon)
+        self.mlp = GatedMLP(config.features, config.mlp_features, activation="silu")
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        mixer = self.linear_attn if self.is_linear else self.self_attn
+        y, last = mixer(self.input_layernorm(x), state)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), last
+
+
+class Qwen35LanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with Gated DeltaNet or gated attention → RMSNorm → Linear."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Qwen35LanguageModel":
+        """Builds the twin of the model of a JAX config."""
+        blocks: list[nn.Module] = [Qwen35Block(config, kind) for kind in config.mixings]
+        return cls(config, blocks, ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon))
