@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_models.ops import delta_rule, linear_recurrence, wkv
+from jax_models.ops import delta_rule, gated_delta_rule, linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
 from tpu_compile.hlo import Collective
 from tpu_compile.libtpu import Topology
@@ -68,7 +68,9 @@ def kernel_programs(topology: Topology) -> Iterator[Program]:
                 part = f"{' × '.join(map(str, shape))}, {dtype}"
                 lower = partial(jax.jit(operator).lower, sequence, sequence, vector)
                 yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
-    for operator in (delta_rule_by_kernel, without_correction_by_kernel):
+    for operator in (
+        delta_rule_by_kernel, without_correction_by_kernel, gated_delta_rule_by_kernel
+    ):  # fmt: skip
         for shape in DELTA_RULE_SHAPES:
             sequence = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
             part = " × ".join(map(str, shape))
@@ -188,3 +190,14 @@ def _placed(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )
+
+
+def gated_delta_rule_by_kernel(q, log_w, k, v):
+    """Computes the same for Gated DeltaNet, with one of the decays for each head."""
+
+    def forward(q, log_w, k, v):
+        log_decay = log_w[..., 0]
+        return gated_delta_rule(q, k, v, log_decay, jnp.exp(log_decay), method="pallas")
+
+    results, pullback = jax.vjp(forward, q, log_w, k, v)
+    return results, pullback(jax.tree.map(jnp.ones_like, results))

@@ -67,7 +67,8 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
         twin_logits = twin.eval()(torch.tensor(tokens))[0].numpy()
         oracle = twin.double()(torch.tensor(tokens))[0].numpy()
     model = from_torch(config.build(rngs=nnx.Rngs(0)), to_torch(model))
-    model = nnx.view(model, deterministic=True, raise_if_not_found=False)
+    views = {"deterministic": True, "max_length": tokens.shape[1]}
+    model = nnx.view(model, raise_if_not_found=False, **views)
     with jax.default_matmul_precision("highest"):
         logits = jax.jit(lambda tokens: model(tokens)[0])(tokens)
     scale = np.linalg.norm(oracle)

@@ -16,6 +16,8 @@ from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 64
 """The number of steps that are computed by matrix products."""
+SHORTEST = 16
+"""The chunk of a short sequence has a power of two of steps, at least this many."""
 
 
 class GatedSteps(NamedTuple):
@@ -111,7 +113,8 @@ def _solve_jvp(whole: int, primals, tangents):
 def chunked(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
     """Runs the chunks one after the other, and returns all y and the last state."""
     time = xs.k.shape[1]
-    pad = [(0, 0), (0, -time % CHUNK), (0, 0), (0, 0)]
+    size = min(CHUNK, max(SHORTEST, 1 << (time - 1).bit_length()))
+    pad = [(0, 0), (0, -time % size), (0, 0), (0, 0)]
     y, last = _chunks(keys, jax.tree.map(lambda x: jnp.pad(x, pad), xs), state)
     return y[:, :time], last
 
@@ -172,20 +175,27 @@ def _gradients(keys: Keys, residuals, gradients):
 def _chunk(keys: Keys, state: Array, xs: GatedSteps) -> tuple[Array, Array]:
     """Runs `chunk` on arrays (batch, step, heads, features)."""
     xs = GatedSteps(*(jnp.moveaxis(x, 1, 2) for x in xs))
-    after, (y,) = Chunk(whole=16)(state, *keys(xs, state.dtype, axis=1))
+    after, (y,) = Chunk(whole=SHORTEST)(state, *keys(xs, state.dtype, axis=1))
     return after, jnp.moveaxis(y, 1, 2)
 
 
+def _size(x: Array) -> int:
+    return min(CHUNK, x.shape[1])
+
+
 def _indices(xs: GatedSteps) -> Array:
-    return jnp.arange(xs.k.shape[1] // CHUNK)
+    return jnp.arange(xs.k.shape[1] // _size(xs.k))
 
 
 def _of_chunk(xs, n):
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, n * CHUNK, CHUNK, axis=1), xs)
+    def of_chunk(x):
+        return lax.dynamic_slice_in_dim(x, n * _size(x), _size(x), axis=1)
+
+    return jax.tree.map(of_chunk, xs)
 
 
 def _into_chunk(x: Array, found: Array, n) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, found, n * CHUNK, axis=1)
+    return lax.dynamic_update_slice_in_dim(x, found, n * _size(x), axis=1)
 
 
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)

@@ -20,6 +20,9 @@ from jax_models.ops.varying import match_varying_axes
 
 GatedDeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
+FEW_STEPS = 8
+"""With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
+
 
 @checked()
 def gated_delta_rule(
@@ -57,7 +60,7 @@ def gated_delta_rule(
         method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
             kernel of a TPU, and "pallas_interpreted" runs that kernel in an interpreter. "auto" is
-            sequential with fewer than 64 steps or a symbolic number of steps, and chunked
+            sequential with fewer than 8 steps or a symbolic number of steps, and chunked
             otherwise. All methods compute in at least float32, with the highest precision on a TPU.
             For the backward pass, "chunked" and the kernels store one state every 64 steps. Unless
             the method is sequential or `reset` is given, a NaN also reaches the outputs of up to 63
@@ -92,8 +95,8 @@ def gated_delta_rule(
         state = jnp.zeros((batch, heads, values, k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
-    # Chunks need a known number of steps, and are slower for fewer steps than one chunk has.
-    if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
+    # Chunks need a known number of steps, and are slower for a few steps.
+    if is_symbolic_dim(time) or (method == "auto" and time < FEW_STEPS):
         method = "sequential"
     steps = GatedSteps(q, k, v, *(x[..., None].astype(dtype) for x in (log_decay, beta)))
     run = partial(_run, method, Keys(normalize, scale), rows)

@@ -43,8 +43,9 @@ def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         return jnp.concatenate([upper, jnp.concatenate([between, second], axis=-1)], axis=-2)
     t, i = step_and_other(size)
-    inverse = jnp.broadcast_to((i == t).astype(scores.dtype), scores.shape)
-    for level in range(size.bit_length() - 1):
+    identity = jnp.broadcast_to((i == t).astype(scores.dtype), scores.shape)
+    inverse = jnp.where(jnp.broadcast_to(pairs(size, 0), scores.shape), scores, identity)
+    for level in range(1, size.bit_length() - 1):
         among = jnp.broadcast_to(pairs(size, level), scores.shape)
         between = _product(_product(inverse, jnp.where(among, scores, 0)), inverse)
         inverse = jnp.where(among, between, inverse)  # on a v6e, libtpu 0.0.42 fails on a sum
