@@ -26,6 +26,10 @@ def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
     yield from dict.fromkeys(others)  # two packages may name one module
 
 
+class DuplicateNameError(ValueError):
+    """Two packages define the same name."""
+
+
 @contextlib.contextmanager
 def failures_as_warnings(group: str, package: str) -> Iterator[None]:
     """Turns an error of another package into a warning, so that everything else keeps working."""
@@ -47,13 +51,13 @@ def by_name(kind: str, found: Iterable[tuple[str, Value, str]]) -> dict[str, Val
     """The values by name. Each item of `found` is a name, a value and the place that defines it.
 
     Raises:
-        ValueError: two values have the same name.
+        DuplicateNameError: two values have the same name.
 
     """
     values, places = {}, {}
     for name, value, place in found:
         if name in values:
-            raise ValueError(
+            raise DuplicateNameError(
                 f"{kind} {name}: expected one definition, got those of {places[name]} and {place}"
             )
         values[name], places[name] = value, place

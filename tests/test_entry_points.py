@@ -14,13 +14,13 @@ import parity_tests.report.command as parity_command
 import train.__main__ as train_command
 import train.config
 from jax_models import HawkLanguageModelConfig, entry_points, load_pretrained
-from jax_models.entry_points import by_name
+from jax_models.entry_points import DuplicateNameError, by_name
 from jax_models.models import architecture
 from train.config import PRESETS, declared_presets, from_fields, to_fields
 from train.run import CONFIG, Run, _write
 from train.vocabulary import Characters
 from twinscan import interrupted
-from twinscan.command_line import CommandLineError
+from twinscan.command_line import CommandLineError, run_module
 
 find_architectures = architecture._all_architectures.__wrapped__
 
@@ -142,7 +142,7 @@ CASES = hawk.CASES[:1]
 )
 def test_two_definitions_of_a_name_are_a_one_line_error(module, arg, prog, monkeypatch, capsys):
     def fail(_):
-        raise ValueError("preset hawk: expected one definition")
+        raise DuplicateNameError("preset hawk: expected one definition")
 
     monkeypatch.setattr(importlib, "import_module", fail)
     monkeypatch.setattr(sys, "argv", [module, arg])
@@ -153,6 +153,15 @@ def test_two_definitions_of_a_name_are_a_one_line_error(module, arg, prog, monke
         runpy.run_module(name, run_name="__main__")
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"{prog}: error: preset hawk: expected one definition\n"
+
+
+def test_another_error_of_an_import_keeps_its_traceback(monkeypatch):
+    def fail(_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ValueError, match=r"^a bug$"):
+        run_module("tpu_compile")
 
 
 def test_a_preset_of_one_name_is_an_error(monkeypatch):

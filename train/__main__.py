@@ -79,6 +79,7 @@ class EarlyArguments:
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     resume: Path | None = None
     init: Path | None = None
+    tokenizer: str | None = None
     num_steps: str | None = None  # `Arguments` checks that it is a number
     warmup_steps: Annotated[str | None, tyro.conf.arg(name="optimizer.warmup-steps")] = None
 
@@ -147,21 +148,27 @@ def config_to_start_from(start: EarlyArguments) -> TrainConfig:
                 f"--preset: does not fit the model of {start.init}: {error}"
             ) from None
     elif start.init is not None and start.preset is None:
-        config = config_of_checkpoint(config, start.init)
+        config = config_of_checkpoint(config, start.init, start.tokenizer)
     if start.num_steps is not None:  # replaces the epochs
         config = dataclasses.replace(config, num_epochs=None)
     return config
 
 
-def config_of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
-    """The config with the model and the vocabulary of a checkpoint, if they can be determined."""
+def config_of_checkpoint(config: TrainConfig, path: Path, chosen: str | None) -> TrainConfig:
+    """The config with the model and the vocabulary of a checkpoint, if they can be determined.
+
+    If the user has `chosen` another tokenizer, the checkpoint's end-of-text token is not used.
+    """
     if (model := model_config_of(path)) is not None:
         config = dataclasses.replace(config, model=model)
     if (tokenizer := tokenizer_of(config.model, path)) is None:
         return config
+    config = dataclasses.replace(config, tokenizer=tokenizer)
+    if chosen is not None and absolute_tokenizer(chosen) != absolute_tokenizer(tokenizer):
+        return config
     with faults_of_checkpoint(path, FLAG):
         end = special_tokens(path).get("eos_token")
-    return dataclasses.replace(config, tokenizer=tokenizer, end_of_text=end)
+    return dataclasses.replace(config, end_of_text=end)
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:

@@ -50,8 +50,8 @@ class TrainConfig(CheckedFields):
     gives the defaults of the model and the tokenizer. None: random weights."""
     freeze: Texts = ()
     """Regular expressions. The parameters whose path, such as blocks.0.mlp.up_proj.kernel, contains
-    a match keep their initial values: embedding matches the embedding, and ^(?!head) all parameters
-    except the head."""
+    a match keep their initial values: embedding matches all embeddings, and ^(?!head) matches all
+    parameters except the head."""
     text: Paths = ()
     """UTF-8 files, or folders of them. Each file is a document, and so is the "text" of each line
     of a .jsonl file. None: the sentence "All work and no play makes Jack a doll boy." ten times."""

@@ -87,13 +87,13 @@ class Arguments(CheckedFields):
             raise ValueError("greedy: expected without --temperature, --top-k and --top-p")
 
 
-class Opened(NamedTuple):
+class PromptedModel(NamedTuple):
     """A model and the prompts that it continues."""
 
     model: LanguageModel
     vocabulary: Tokens
     prompts: list[np.ndarray]
-    shown: list[str]
+    shown_prompts: list[str]
     """What is printed before each continuation."""
 
 
@@ -101,10 +101,11 @@ class Opened(NamedTuple):
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Prints the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)
-    opened = _opened(arguments)
+    opened = _open_model_and_prompts(arguments)
     vocabulary = opened.vocabulary
     extra = [_token(vocabulary, text) for text in arguments.stop]
-    ends = [end for end in vocabulary.ends if end < opened.model.config.vocab_size]
+    vocab_size = opened.model.config.vocab_size
+    ends = [end for end in vocabulary.ends if 0 <= end < vocab_size]
     tokens, mask = padded_left(opened.prompts)
     try:
         continuation = stream(
@@ -127,8 +128,8 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             rows = np.stack([*continuation], axis=1)
         else:
             rows = [(token[0] for token in continuation)]
-        for shown, row in zip(opened.shown, rows, strict=True):
-            print(shown, end="", flush=True)
+        for prompt, row in zip(opened.shown_prompts, rows, strict=True):
+            print(prompt, end="", flush=True)
             try:
                 for piece in vocabulary.pieces(until_end(row, *extra)):
                     print(piece, end="", flush=True)
@@ -139,7 +140,14 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
 
 def padded_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as rows of one length, padded with zeros on the left, and their mask."""
+    """The prompts as rows of one length, padded with zeros on the left, and their mask.
+
+    Raises:
+        CommandLineError: a prompt has no tokens.
+
+    """
+    if not all(map(len, prompts)):
+        raise CommandLineError("--prompt: expected at least one token")
     time = max(map(len, prompts))
     rows = [np.pad(prompt, (time - len(prompt), 0)) for prompt in prompts]
     masks = [np.arange(time) >= time - len(prompt) for prompt in prompts]
@@ -160,7 +168,7 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _opened(arguments: Arguments) -> Opened:
+def _open_model_and_prompts(arguments: Arguments) -> PromptedModel:
     """The model, its vocabulary, and the prompts as tokens and as text."""
     prompts, numbers = arguments.prompt, arguments.prompt_tokens
     run = None if arguments.run is None else Run.open(arguments.run)
@@ -171,14 +179,16 @@ def _opened(arguments: Arguments) -> Opened:
         model = read_model(arguments.weights)
         vocabulary = tokens_of(model, arguments.weights) if prompts else Numbers()
     if numbers is not None:
-        return Opened(model, Numbers(), [Numbers().encode(numbers, "--prompt-tokens")], [numbers])
+        return PromptedModel(
+            model, Numbers(), [Numbers().encode(numbers, "--prompt-tokens")], [numbers]
+        )
     if not prompts:
         assert run is not None
         first = np.array([first_token(run.vocabulary)])
-        return Opened(model, vocabulary, [first], ["".join(vocabulary.pieces(first))])
+        return PromptedModel(model, vocabulary, [first], ["".join(vocabulary.pieces(first))])
     if not arguments.chat:
         encoded = [vocabulary.encode(prompt, "--prompt") for prompt in prompts]
-        return Opened(model, vocabulary, encoded, [*prompts])
+        return PromptedModel(model, vocabulary, encoded, [*prompts])
     # The template writes all special tokens, so the tokenizer must add none.
     assert arguments.weights is not None
     with faults_of_checkpoint(arguments.weights, "--chat: "):
@@ -186,4 +196,4 @@ def _opened(arguments: Arguments) -> Opened:
         before = [] if arguments.system is None else [_message("system", arguments.system)]
         texts = [template.render([*before, _message("user", prompt)]) for prompt in prompts]
     encoded = [plain_tokens(vocabulary, text, "--prompt") for text in texts]
-    return Opened(model, vocabulary, encoded, [""] * len(texts))
+    return PromptedModel(model, vocabulary, encoded, [""] * len(texts))

@@ -63,11 +63,13 @@ class Monitor:
         step: int,
         rows: Callable[[int], list[int]],
     ):
-        # The speed is shown as a share of the peak, if the device is known.
+        # The speed is shown as a share of the peak, if the device is known and all parameters are
+        # trained. A frozen parameter needs fewer operations, and how many depends on its place.
         config, devices = run.config, trainer.mesh.devices
         kind = devices.flat[0].device_kind
         num_params = sum(param.size for param in jax.tree.leaves(trainer.initial_params))
-        device_peak = peak_flops(kind, config.dtype)
+        has_frozen = bool(trainer.trainable.frozen)
+        device_peak = None if has_frozen else peak_flops(kind, config.dtype)
         # Continue the counts of the process that the run was resumed from.
         self.skipped = {line["step"] for line in run.metrics("skipped") if line["step"] < step}
         """The steps that were not applied, because they were not finite."""
@@ -90,9 +92,9 @@ class Monitor:
         # The first lines describe the run and name the columns.
         before = run.last_num_devices
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
-        trained, frozen = trainer.trainable.split(trainer.initial_params)
+        trained, _ = trainer.trainable.split(trainer.initial_params)
         num_trained = sum(param.size for param in jax.tree.leaves(trained))
-        note = f", {num_trained:,} of them trained" if jax.tree.leaves(frozen) else ""
+        note = f", {num_trained:,} of them trained" if has_frozen else ""
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters{note}")
         if before not in (None, devices.size):
             self._print(f"resumed from {before} devices: the results are equal up to rounding")

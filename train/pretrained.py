@@ -138,9 +138,11 @@ def optional_json(path: Path) -> dict[str, Any]:
 
 
 def _ends(folder: Path) -> list[int]:
-    """The tokens that end a text."""
-    for name in ("generation_config.json", "config.json"):
-        ends = optional_json(folder / name).get("eos_token_id")
+    """The tokens that end a text. A multimodal model may name them in its `text_config`."""
+    config = optional_json(folder / "config.json")
+    generation = optional_json(folder / "generation_config.json")
+    for source in (generation, config, config.get("text_config") or {}):
+        ends = source.get("eos_token_id")
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]
     return []

@@ -20,6 +20,7 @@ import jax
 import tyro
 
 import jax_models
+from jax_models.entry_points import DuplicateNameError
 
 T = TypeVar("T")
 
@@ -241,7 +242,7 @@ def run_module(module: str, args: Sequence[str] | None = None, prog: str | None 
             jax_models.tune_allocator()
         try:
             main = importlib.import_module(module).main
-        except ValueError as error:
+        except DuplicateNameError as error:
             raise CommandLineError(str(error)) from None
     run_command(main, sys.argv[1:] if args is None else args, prog)
 

@@ -29,7 +29,7 @@ SHORTEST_PROMPT = 64
 
 
 def padded_length(length: int, limit: int) -> int:
-    """One of a few lengths from `length` on, at most `limit`, so that few programs are compiled."""
+    """Rounds a length up to one of a few sizes, at most `limit`, so that few programs compile."""
     return min(limit, max(SHORTEST_PROMPT, 1 << (length - 1).bit_length()))
 
 
@@ -41,10 +41,10 @@ class Options(NamedTuple):
     top_p: Float[ArrayLike, ""]
     repetition_penalty: Float[ArrayLike, ""]
     stops: Bool[Array, " vocab"]
-    """Whether a row ends with a token."""
+    """Whether each token of the vocabulary ends a row."""
 
 
-class Drawn(NamedTuple):
+class DrawState(NamedTuple):
     """What the next tokens depend on, besides the logits."""
 
     token: Token
@@ -55,8 +55,9 @@ class Drawn(NamedTuple):
 
 
 Calls = Generator[tuple[Tokens, int], Any, Any]
-Carry = tuple[Drawn, Any]
-"""What has been drawn, and the state before the last token, or the text of a full context."""
+Carry = tuple[DrawState, Any]
+"""What has been drawn, and either the state before the last token (`steps`) or the window of the
+text and its lengths (`slides`)."""
 
 
 class Decoder:
@@ -90,7 +91,7 @@ class Decoder:
         row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
         seen = jnp.zeros((batch_size, vocab_size), bool)
         seen = seen.at[row, jnp.where(is_real, prompt, vocab_size)].set(True, mode="drop")
-        before = Drawn(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
+        before = DrawState(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
         drawn = _draw(logits, before, jax.random.fold_in(key, 0), options)
         return drawn.token[None], (drawn, state)
 
@@ -106,7 +107,7 @@ class Decoder:
     ) -> tuple[Tokens, Carry]:
         """Draws the tokens start … start + count − 1 of `MOST_STEPS`. The carry is donated."""
 
-        def step(drawn: Drawn, state: Any, key: Key[Array, ""]) -> Carry:
+        def step(drawn: DrawState, state: Any, key: Key[Array, ""]) -> Carry:
             logits, state = self._model(arrays).step(drawn.token, state)
             return _draw(logits, drawn, key, options), state
 
@@ -127,7 +128,7 @@ class Decoder:
         The window (batch, limit) of a row moves by one once the row fills it.
         """
 
-        def slide(drawn: Drawn, text: Any, key: Key[Array, ""]) -> Carry:
+        def slide(drawn: DrawState, text: Any, key: Key[Array, ""]) -> Carry:
             window, lengths = text
             logits, _ = self._model(arrays).last_logits(window, lengths=lengths)
             drawn = _draw(logits, drawn, key, options)
@@ -159,7 +160,7 @@ class Decoder:
         tokens, carry = self.first(arrays, padded, lengths, key, options)
         yield tokens, 1
 
-        drawn = [(tokens, 1)]
+        drawn_calls = [(tokens, 1)]
         """The tokens from which the first window is made, if the text will fill the context."""
 
         def advance(program, carry, start: int, end: int) -> Calls:
@@ -169,7 +170,7 @@ class Decoder:
                 count = min(count, end - start)
                 tokens, carry = program(arrays, carry, key, options, start, count)
                 if start < room < num_tokens:
-                    drawn.append((tokens, count))
+                    drawn_calls.append((tokens, count))
                 yield tokens, count  # meanwhile the caller has waited for the previous call
                 start += count
                 if steps_per_call == "auto":
@@ -183,7 +184,9 @@ class Decoder:
         # From then on, each token is computed by a run over the last `limit` tokens.
         if room < num_tokens:
             numpy = jnp if isinstance(tokens, Tracer) else np
-            text = numpy.concatenate([numpy.asarray(tokens)[:count] for tokens, count in drawn])
+            text = numpy.concatenate(
+                [numpy.asarray(tokens)[:count] for tokens, count in drawn_calls]
+            )
             window = last_window(prompt, lengths, text, self.limit)
             yield from advance(self.slides, (last, window), room, num_tokens)
 
@@ -192,8 +195,8 @@ class Decoder:
 
 
 def _draw(
-    logits: Float[Array, "batch vocab"], last: Drawn, key: Key[Array, ""], options: Options
-) -> Drawn:
+    logits: Float[Array, "batch vocab"], last: DrawState, key: Key[Array, ""], options: Options
+) -> DrawState:
     """Draws a token in each row that has not stopped."""
     logits = penalize(logits, last.seen, options.repetition_penalty)
     token = sample(
@@ -206,11 +209,11 @@ def _draw(
     token = jnp.where(last.stopped, last.token, token.astype(jnp.int32))
     # A token is −1 if its logits are not finite. On a CPU, comparing is faster than a scatter.
     seen = last.seen | (token[:, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
-    return Drawn(token, seen, last.stopped | ((token >= 0) & options.stops[token]))
+    return DrawState(token, seen, last.stopped | ((token >= 0) & options.stops[token]))
 
 
 def _repeat(
-    advance: Callable[[Drawn, Any, Key[Array, ""]], Carry], carry: Carry, key, start, count
+    advance: Callable[[DrawState, Any, Key[Array, ""]], Carry], carry: Carry, key, start, count
 ) -> tuple[Tokens, Carry]:
     """Calls `advance` up to `count` times, until all rows have stopped.
 
@@ -219,17 +222,19 @@ def _repeat(
     """
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(MOST_STEPS))
 
-    def goes_on(loop) -> Bool[Array, ""]:
+    def is_unfinished(loop) -> Bool[Array, ""]:
         i, _, (drawn, _) = loop
         return (i < count) & ~drawn.stopped.all()
 
-    def once(loop):
+    def advance_once(loop):
         i, tokens, (drawn, rest) = loop
         drawn, rest = advance(drawn, rest, keys[i])
         return i + 1, tokens.at[i].set(drawn.token), (drawn, rest)
 
     tokens = jnp.zeros((MOST_STEPS, len(carry[0].token)), jnp.int32)
-    end, tokens, carry = jax.lax.while_loop(goes_on, once, (jnp.int32(0), tokens, carry))
+    end, tokens, carry = jax.lax.while_loop(
+        is_unfinished, advance_once, (jnp.int32(0), tokens, carry)
+    )
     is_drawn = jnp.arange(MOST_STEPS, dtype=jnp.int32)[:, None] < end
     return jnp.where(is_drawn, tokens, carry[0].token[None]), carry
 

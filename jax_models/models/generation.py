@@ -62,7 +62,8 @@ def stream(
 
     For each batch size, one compiled program steps through the tokens of all prompts and options,
     and a second one handles full contexts. The prompt is padded to a power of two, and each padded
-    length has its own program.
+    length has its own program. A model with full attention has programs for each size of its cache,
+    a power of two.
 
     For small models, dispatch costs more than the computation, so `stream` runs several steps in
     one call. It dispatches the next call before it yields the tokens of the current one, so the
@@ -187,7 +188,7 @@ def _host(
     stopped = np.zeros(call[0].shape[1], bool)
     while call is not None:
         following = next(calls, None)
-        for token in _drawn(*call):
+        for token in _checked_tokens(*call):
             yield token
             stopped |= stops[token]
             if stopped.all():
@@ -195,7 +196,7 @@ def _host(
         call = following
 
 
-def _drawn(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
+def _checked_tokens(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
     """Yields the first `count` tokens of a call. Raises an error at one that could not be drawn."""
     for token in np.asarray(tokens)[:count]:
         if (token < 0).any():

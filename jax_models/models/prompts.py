@@ -49,7 +49,7 @@ def checked_prompts(prompt, mask, vocab_size: int, limit: int) -> tuple[Prompt, 
             f"{mask[~is_right][0].astype(int).tolist()} in row {is_right.argmin()}"
         )
     # Move each row to the left, so that the model sees no padding before it.
-    tokens = _integers(numpy.where(mask, tokens, 0), vocab_size)
+    tokens = _integers(numpy.where(mask, tokens, numpy.zeros_like(tokens)), vocab_size)
     if not on_host:
         tokens = jnp.where(is_right[:, None], tokens, vocab_size)
     longest = int(lengths.max()) if isinstance(lengths, np.ndarray) else time

@@ -66,7 +66,7 @@ def sample(
 def penalize(
     logits: Logits, seen: Bool[Array, "batch vocab"], penalty: Float[ArrayLike, ""]
 ) -> Logits:
-    """Divides the positive logits of seen tokens by the penalty, and multiplies the others by it.
+    """Divides seen tokens' positive logits by the penalty and multiplies their negative ones by it.
 
     This is the repetition penalty of transformers and of CTRL (arXiv 1909.05858).
     """
@@ -120,24 +120,26 @@ def checked_top_k(top_k, vocab_size: int) -> int:
 
 def checked_temperature(value) -> float:
     """Returns the temperature as a float, or refuses one that is negative or not finite."""
-    return _between("temperature", value, 0, LARGEST, "0 … 3.4e38, of float32")
+    return _checked_in_range("temperature", value, 0, LARGEST, "0 … 3.4e38, of float32")
 
 
 def checked_top_p(value) -> float:
     """Returns the probability to draw from, 1 if it is None, or refuses one outside 0 … 1."""
-    return 1.0 if value is None else _between("top_p", value, 0, 1, "0 … 1")
+    return 1.0 if value is None else _checked_in_range("top_p", value, 0, 1, "0 … 1")
 
 
 def checked_repetition_penalty(value) -> float:
     """Returns the penalty as a float, or refuses one that is not positive or not finite."""
     smallest = float(np.finfo(np.float32).tiny)
-    return _between("repetition_penalty", value, smallest, LARGEST, "a positive number of float32")
+    return _checked_in_range(
+        "repetition_penalty", value, smallest, LARGEST, "a positive number of float32"
+    )
 
 
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def _between(name: str, value, low: float, high: float, expected: str) -> float:
+def _checked_in_range(name: str, value, low: float, high: float, expected: str) -> float:
     """Returns a number as a float, or refuses one outside low … high."""
     try:
         if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == jnp.bool_:

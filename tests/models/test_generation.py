@@ -78,6 +78,13 @@ def test_padding_has_no_influence(name, side, value):
     np.testing.assert_array_equal(same, together)
 
 
+def test_a_prompt_of_booleans_is_refused_with_a_mask_too():
+    prompt = np.ones((1, 3), bool)
+    for mask in (None, [[0, 1, 1]]):
+        with pytest.raises(TypeError, match="prompt: expected an integer dtype, got bool"):
+            generate(model(), prompt, 3, mask=mask, key=KEY)
+
+
 def test_a_prompt_longer_than_the_context_may_be_padded():
     lm = model("attention")
     rows = [np.arange(15).tolist(), [1, 2]]

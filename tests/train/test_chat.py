@@ -44,7 +44,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "attention_window_size": 4,
-    "eos_token_id": [2, 10_000],
+    "eos_token_id": [2, 10_000, -1],
 }
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -145,6 +145,14 @@ def test_several_prompts_are_continued_together(folder, capsys):
     drawn = lines[0].removeprefix(prompts[0]).split()
     end = min(drawn.index(word) for word in (stop, "h") if word in drawn)
     assert capsys.readouterr().out.removeprefix(prompts[0]).split() == drawn[:end]
+
+
+def test_a_prompt_without_tokens_is_refused(folder):
+    """A tokenizer that adds no token has none for a space."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    with pytest.raises(CommandLineError, match=r"^--prompt: expected at least one token$"):
+        command.main(["--weights", "chat", "--prompt", "a", "--prompt", " "])
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,11 @@ def test_utilization_where_the_peak_is_known(tmp_path, monkeypatch, capsys):
         expected = 6 * 1380 * line["tokens_per_second"] / 1e12
         np.testing.assert_allclose(line["mfu"], expected, rtol=0, atol=6e-5)
     assert "MFU" in capsys.readouterr().out
+    # The estimate counts the gradients of all parameters.
+    frozen = command(tmp_path / "frozen", "--freeze", "embedding").metrics("training")
+    assert frozen
+    assert not any("mfu" in line for line in frozen)
+    assert "MFU" not in capsys.readouterr().out
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path):

@@ -199,6 +199,32 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
     assert "\n" not in str(refused.value)
 
 
+def test_the_end_of_a_multimodal_models_text(recurrent_gemma):
+    """Its config.json names the token in the part about the language model."""
+    folder = Path("recurrentgemma-2b")
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 3}}))
+    assert tokens_of(recurrent_gemma, folder).ends == (3,)
+
+
+@pytest.mark.usefixtures("recurrent_gemma")
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ([], "<eos>"),
+        (["--tokenizer", "recurrentgemma-2b/tokenizer.json"], "<eos>"),
+        (["--tokenizer", "other.json"], None),
+        (["--tokenizer", "other.json", "--end-of-text", "<eos>"], "<eos>"),
+    ],
+)
+def test_the_end_of_text_belongs_to_the_tokenizer(options, end):
+    """Another tokenizer may lack the token that ends a text in the checkpoint's."""
+    eos = {"eos_token": {"content": "<eos>"}}
+    Path("recurrentgemma-2b", "tokenizer_config.json").write_text(json.dumps(eos))
+    parsed = train_command.parse_arguments(["--init", "recurrentgemma-2b", "--text", "a", *options])
+    assert parsed.config.end_of_text == end
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     """Model and tokenizer default to the checkpoint's. A tiny learning rate keeps the weights."""
