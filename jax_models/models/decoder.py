@@ -44,7 +44,7 @@ class Options(NamedTuple):
     """Whether each token of the vocabulary ends a row."""
 
 
-class DrawState(NamedTuple):
+class DrawHistory(NamedTuple):
     """What the next tokens depend on, besides the logits."""
 
     token: Token
@@ -55,7 +55,7 @@ class DrawState(NamedTuple):
 
 
 Calls = Generator[tuple[Tokens, int], Any, Any]
-Carry = tuple[DrawState, Any]
+Carry = tuple[DrawHistory, Any]
 """What has been drawn, and either the state before the last token (`steps`) or the window of the
 text and its lengths (`slides`)."""
 
@@ -91,7 +91,7 @@ class Decoder:
         row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
         seen = jnp.zeros((batch_size, vocab_size), bool)
         seen = seen.at[row, jnp.where(is_real, prompt, vocab_size)].set(True, mode="drop")
-        before = DrawState(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
+        before = DrawHistory(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
         drawn = _draw(logits, before, jax.random.fold_in(key, 0), options)
         return drawn.token[None], (drawn, state)
 
@@ -107,7 +107,7 @@ class Decoder:
     ) -> tuple[Tokens, Carry]:
         """Draws the tokens start … start + count − 1 of `MOST_STEPS`. The carry is donated."""
 
-        def step(drawn: DrawState, state: Any, key: Key[Array, ""]) -> Carry:
+        def step(drawn: DrawHistory, state: Any, key: Key[Array, ""]) -> Carry:
             logits, state = self._model(arrays).step(drawn.token, state)
             return _draw(logits, drawn, key, options), state
 
@@ -128,7 +128,7 @@ class Decoder:
         The window (batch, limit) of a row moves by one once the row fills it.
         """
 
-        def slide(drawn: DrawState, text: Any, key: Key[Array, ""]) -> Carry:
+        def slide(drawn: DrawHistory, text: Any, key: Key[Array, ""]) -> Carry:
             window, lengths = text
             logits, _ = self._model(arrays).last_logits(window, lengths=lengths)
             drawn = _draw(logits, drawn, key, options)
@@ -195,8 +195,8 @@ class Decoder:
 
 
 def _draw(
-    logits: Float[Array, "batch vocab"], last: DrawState, key: Key[Array, ""], options: Options
-) -> DrawState:
+    logits: Float[Array, "batch vocab"], last: DrawHistory, key: Key[Array, ""], options: Options
+) -> DrawHistory:
     """Draws a token in each row that has not stopped."""
     logits = penalize(logits, last.seen, options.repetition_penalty)
     token = sample(
@@ -209,11 +209,11 @@ def _draw(
     token = jnp.where(last.stopped, last.token, token.astype(jnp.int32))
     # A token is −1 if its logits are not finite. On a CPU, comparing is faster than a scatter.
     seen = last.seen | (token[:, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
-    return DrawState(token, seen, last.stopped | ((token >= 0) & options.stops[token]))
+    return DrawHistory(token, seen, last.stopped | ((token >= 0) & options.stops[token]))
 
 
 def _repeat(
-    advance: Callable[[DrawState, Any, Key[Array, ""]], Carry], carry: Carry, key, start, count
+    advance: Callable[[DrawHistory, Any, Key[Array, ""]], Carry], carry: Carry, key, start, count
 ) -> tuple[Tokens, Carry]:
     """Calls `advance` up to `count` times, until all rows have stopped.
 
