@@ -97,7 +97,7 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
             v,
             before,
             empty=state is None,
-            grows=self.window is None,
+            holds_whole_document=self.window is None,
             dropout=dropout,
             rows=rows,
         )
