@@ -165,7 +165,9 @@ def test_dropout_of_weights_continues_from_a_state(x64):
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
-        ({"rotary_features": 3, "head_features": 3}, "rotary_features: expected at most"),
+        ({"rotary_features": 3, "head_features": 3}, "expected at most 2, got 3"),
+        ({"head_features": 3}, "expected at most 2, got 3"),
+        ({"zero_centered_norm": True}, "zero_centered_norm: expected False"),
         ({"window": 3, "max_length": 9}, "max_length: expected None with window=3"),
         ({"qk_norm": "both"}, "qk_norm: expected"),
         ({"epsilon": 0.0}, "epsilon: expected"),
