@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
+from jax_models.ops.rows import Rows
 from jax_models.ops.time_axis import states_between
 
 LOWEST_LOG_DECAY = -1e5
@@ -55,7 +56,7 @@ def _nan_where(faults: Array, x: Array) -> Array:
 
 
 def run_over_devices(
-    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, time_axis: str
+    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, rows: Rows
 ) -> tuple[Array, Array]:
     """Runs this device's steps from the state before them, and returns the last state of all.
 
@@ -70,9 +71,13 @@ def run_over_devices(
         jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
     )
 
-    def after(end, state):
+    restarts = jnp.zeros(batch, bool) if rows.reset is None else rows.reset.any(axis=1)
+
+    def after(steps, state):
+        end, restarts = steps
         E, M = jnp.split(end, [values], axis=-2)
+        state = jnp.where(restarts[:, None, None, None], 0, state)  # M is zero, and 0 · NaN is NaN
         return jnp.matmul(state, M, precision="highest") + E
 
-    before, last = states_between(after, end, start, time_axis)
+    before, last = states_between(after, (end, restarts), start, rows.time_axis)
     return run(xs, before)[0], last
