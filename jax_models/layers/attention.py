@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.layers.linear import Linear, normal_of_fan_in
 from jax_models.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis, whole
 from jax_models.ops import LocalAttentionState, Rows
 from jax_models.ops.checks import Positive, check_divides, checked_size
 from jax_models.options import (
@@ -97,7 +97,7 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
             v,
             before,
             empty=state is None,
-            grows=self.window is None,
+            holds_whole_document=self.window is None,
             dropout=dropout,
             rows=rows,
         )
@@ -160,10 +160,11 @@ class Attention(CachedAttention):
             variance 1 / inputs, and the biases are zero.
 
     Raises:
-        ValueError: a size is not positive, num_heads does not divide the features although there
-            are no `head_features`, num_kv_heads does not divide num_heads, `rotary_features`
-            exceeds a head, a `max_length` is given with a window, or `bias_init` without biases. At
-            the call: x is longer than max_length, or a state is given without a `max_length`.
+        ValueError: a size is not positive, num_heads does not divide the features and
+            `head_features` is None, num_kv_heads does not divide num_heads, `rotary_features`
+            exceeds a head, a `max_length` is given with a window, `zero_centered_norm` is given
+            without a norm, or `bias_init` is given without biases. At the call: x is longer than
+            max_length, or a state is given without a `max_length`.
 
     Layouts: `qwen3_5` (transformers' Qwen3_5Attention), or with a norm over all heads `olmo_hybrid`
     (OlmoHybridAttention); and `lfm2` (Lfm2Attention).
@@ -212,10 +213,13 @@ class Attention(CachedAttention):
         self.rotary_features = head_features if rotary_features is None else rotary_features
         if self._rotated > head_features:
             raise ValueError(
-                f"rotary_features: expected at most a head's {head_features} features, got "
-                f"{rotary_features}"
+                "rotary_features: an odd number n rotates n + 1 features, but a head has only "
+                f"{head_features}: expected at most {head_features - head_features % 2}, got "
+                f"{self.rotary_features}"
             )
         self.rope_theta, self.qk_norm, self.output_gate = rope_theta, qk_norm, output_gate
+        if zero_centered_norm and qk_norm is None:
+            raise ValueError("zero_centered_norm: expected False with qk_norm=None, got True")
         refuse_unused(
             "bias_init",
             options.get("bias_init"),
@@ -279,8 +283,13 @@ class Attention(CachedAttention):
     @property
     def mesh_axes(self) -> MeshAxes:
         """The heads are divided. Keys and values that several heads share stay whole."""
-        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
-        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
+        of_keys = ("k_proj", "v_proj")
+        shared = self.num_kv_heads < self.num_heads
+        return (
+            last_axis("heads", "q_proj")
+            | (whole(*of_keys) if shared else last_axis("heads", *of_keys))
+            | first_axis("heads", "out_proj.kernel")
+        )
 
     def torch_layouts(self) -> Layouts:
         """The keys of transformers' attention layers."""

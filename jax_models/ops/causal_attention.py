@@ -233,7 +233,9 @@ def _gradient(tiling: Tiling, residuals, cotangents):
         dq, dk, dv = gradients(keys, tiling.past_pairs(), dq)
         parts = (scale * dk.mT, dv.mT)
         return dq, *(
-            lax.dynamic_update_slice_in_dim(whole, before + untiled(part, before), start, axis=1)
+            lax.dynamic_update_slice_in_dim(
+                whole, before + untiled(part, before).astype(before.dtype), start, axis=1
+            )
             for whole, part in zip(d_past, parts, strict=True)
             for before in [lax.dynamic_slice_in_dim(whole, start, tiling.past_tile, axis=1)]
         )
@@ -330,6 +332,7 @@ def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
     scores = _einsum("bhqf,bhkf->bhqk", _at(queries.q, row), _at(keys.k, column))
     steps = _at(keys.steps, column)
     seen = (steps >= _at(queries.first, row)) & (steps <= _at(queries.last, row))
+    seen &= column >= 0  # a negative column, which `own_pairs` may have, would index another tile
     return jnp.where(seen, scores * queries.q.shape[-1] ** -0.5, -jnp.inf)
 
 

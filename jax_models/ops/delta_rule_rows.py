@@ -1,4 +1,4 @@
-"""Documents and devices of both delta rules, which keep a matrix (value, key) for each head."""
+"""Keeps documents apart and divides time over devices, for both delta rules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
+from jax_models.ops.rows import Rows
 from jax_models.ops.time_axis import states_between
 
 LOWEST_LOG_DECAY = -1e5
-"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, become this one."""
+"""A log decay whose exponential is zero in every dtype.
+
+Lower log decays, such as −∞, are raised to it.
+"""
 
 
 def isolated(
@@ -20,16 +24,18 @@ def isolated(
     state: Array,
     restart: Bool[Array, "batch time"],
 ) -> tuple[Array, Array]:
-    """Calls `run(xs, state)` so that no NaN or infinity passes from one document to the next.
+    """Calls `run(xs, state)` so that documents stay apart even if arguments are not finite.
 
-    A step that restarts multiplies the state by zero, and zero times NaN is NaN. So the steps and
-    states that are not finite become zero, and the results that depend on them become NaN.
+    No NaN or infinity of the arguments passes from one document to the next. A step that restarts
+    multiplies the state by zero, and zero times NaN is NaN. So the steps and states that are not
+    finite become zero, and every later result of the document becomes NaN.
 
     Args:
         run: returns y and the last state.
-        xs: arrays (batch, time, heads, features), where heads may divide those of the state.
+        xs: arrays (batch, time, heads, features), whose number of heads may be a divisor of the
+            state's.
         state: the state before the first step.
-        restart: the steps at which `run` ignores the state before.
+        restart: the steps at which `run` ignores the state before the step.
 
     """
     heads = state.shape[1]
@@ -50,7 +56,7 @@ def _nan_where(faults: Array, x: Array) -> Array:
 
 
 def run_over_devices(
-    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, time_axis: str
+    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, rows: Rows
 ) -> tuple[Array, Array]:
     """Runs this device's steps from the state before them, and returns the last state of all.
 
@@ -65,9 +71,13 @@ def run_over_devices(
         jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
     )
 
-    def after(end, state):
+    restarts = jnp.zeros(batch, bool) if rows.reset is None else rows.reset.any(axis=1)
+
+    def after(steps, state):
+        end, restarts = steps
         E, M = jnp.split(end, [values], axis=-2)
+        state = jnp.where(restarts[:, None, None, None], 0, state)  # M is zero, and 0 · NaN is NaN
         return jnp.matmul(state, M, precision="highest") + E
 
-    before, last = states_between(after, end, start, time_axis)
+    before, last = states_between(after, (end, restarts), start, rows.time_axis)
     return run(xs, before)[0], last

@@ -102,7 +102,7 @@ def gated_delta_rule(
     run = partial(_run, method, Keys(normalize, scale), rows)
     if rows.time_axis is None:
         return run(steps, state.astype(dtype))
-    return run_over_devices(run, steps, state.astype(dtype), rows.time_axis)
+    return run_over_devices(run, steps, state.astype(dtype), rows)
 
 
 def _run(

@@ -24,7 +24,10 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("n_layers n_layer num_hidden_layers depth", ("num_layers",)),
     ("num_attention_heads num_query_heads n_head n_heads", ("num_heads",)),
     ("num_key_value_heads n_kv_heads", ("num_kv_heads",)),
-    ("head_dim key_dim", ("head_size", "num_heads: each head has features / num_heads channels")),
+    (
+        "head_dim key_dim",
+        ("head_features", "head_size", "num_heads: each head has features / num_heads channels"),
+    ),
     ("kernel conv_kernel d_conv conv1d_width", ("kernel_size",)),
     ("max_len seq_len n_positions max_position_embeddings", ("max_length", "context_length")),
     ("block_size n_ctx", ("context_length", "max_length")),
@@ -56,7 +59,13 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("axis axis_name reduction_axes feature_axes", ("the features are the last axis of x",)),
     ("use_fast_variance", ("the variance is always computed from the centered values",)),
     ("track_running_stats", ("after norm.eval(), the running statistics are used",)),
-    ("partial_rotary_factor", ("rotary_fraction",)),
+    (
+        "partial_rotary_factor",
+        (
+            "rotary_fraction",
+            "rotary_features: rotary_features is the number of rotated features of a head",
+        ),
+    ),
     ("tie_word_embeddings", ("tied_head",)),
     (
         "stride strides padding padding_mode dilation dilation_rate kernel_dilation input_dilation",

@@ -21,7 +21,7 @@ def local_attention(
     state: LocalAttentionState,
     *,
     empty: bool = False,
-    grows: bool = False,
+    holds_whole_document: bool = False,
     dropout: Callable[[Array], Array] | None = None,
     **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
@@ -32,9 +32,10 @@ def local_attention(
     only q, k, v and the scores of one tile need memory. If a query or anything that it sees is not
     finite, its output in that head is NaN; the outputs of other steps are unaffected.
 
-    Pass `empty=True` if the state holds no keys yet, so that they are not read, and `grows=True` if
-    no document has more steps than the state has slots, which makes a single step faster. `dropout`
-    is applied to the weights of the softmax, which then exist as a whole.
+    Pass `empty=True` if the state holds no keys yet, so that the cache is not read, and
+    `holds_whole_document=True` if no document has more steps than the state has slots, which makes
+    a single step faster. `dropout` is applied to the weights of the softmax, which then exist as a
+    whole.
 
     With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
     its window. `lengths` must then be None.
@@ -56,7 +57,8 @@ def local_attention(
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
     past = state if slots and not empty else None
-    if past is not None and grows and not dropout and q.shape[1] == 1 and rows == Rows():
+    is_step = q.shape[1] == 1 and rows == Rows()
+    if past is not None and holds_whole_document and dropout is None and is_step:
         # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
         past, k, v, first = last, k[:, :0], v[:, :0], first - 1
     if dropout is None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 
 from jax_models import Attention, LocalAttention, SelfAttentionBlock, Stack, ops
 from parity_tests.engine.bounds.tolerance import assert_same
@@ -91,6 +92,46 @@ def test_only_filled_slots_are_read(x64, time):
         assert (np.asarray(gradient) != 0).sum() == position.sum() * 8
 
 
+@pytest.mark.parametrize("layer", [build, partial(build, window=150)])
+def test_an_export_for_any_number_of_steps_attends_over_several_tiles(x64, layer):
+    graphdef, params = nnx.split(layer(rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).standard_normal((2, 200, 8))
+
+    def outputs_and_gradients(params, x):
+        def loss(params, x):
+            y, _ = nnx.merge(graphdef, params)(x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+    shape = jax.ShapeDtypeStruct((2, *export.symbolic_shape("t"), 8), x.dtype)
+    exported = export.export(jax.jit(outputs_and_gradients))(params, shape)
+    found, expected = exported.call(params, x), outputs_and_gradients(params, x)
+    jax.tree.map(lambda a, b: assert_same(a, b, "any number of steps"), found, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_the_gradient_of_a_cache_narrower_than_the_queries(x64, dtype):
+    """It is that of a cache in the queries' dtype."""
+    layer = build(max_length=9, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 9, 8))
+    _, state = layer(x[:, :5])
+
+    def gradients(dtype):
+        def loss(x, cache):
+            return jnp.sum(jnp.sin(layer(x, state._replace(keys=cache[0], values=cache[1]))[0]))
+
+        cache = tuple(array.astype(dtype) for array in rounded)
+        return jax.grad(loss, argnums=(0, 1))(x[:, 5:], cache)
+
+    rounded = [array.astype(dtype) for array in state[1:]]
+    (of_x, of_cache), (expected, expected_of_cache) = gradients(dtype), gradients(x.dtype)
+    assert_same(of_x, expected, "x")
+    for found, whole in zip(of_cache, expected_of_cache, strict=True):
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, whole, rtol=2e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_without_a_mask_is_causal(x64, window):
     q, k, v = (np.random.default_rng(0).standard_normal((2, 300, n, 4)) for n in (4, 2, 2))
@@ -110,11 +151,13 @@ def test_dropout_of_weights_continues_from_a_state(x64):
     """Dropout sees the same weights whether the keys are in the state or in the sequence."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
     empty = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 9, 2, 4)))
-    options = {"dropout": lambda weights: weights * 2, "grows": True}
+    options = {"dropout": lambda weights: weights * 2, "holds_whole_document": True}
     whole, _ = ops.local_attention(q, k, v, empty, empty=True, **options)
     _, state = ops.local_attention(q[:, :5], k[:, :5], v[:, :5], empty, **options)
     rest, _ = ops.local_attention(q[:, 5:], k[:, 5:], v[:, 5:], state, **options)
     assert_same(rest, whole[:, 5:], "outputs")
+    step, _ = ops.local_attention(q[:, 5:6], k[:, 5:6], v[:, 5:6], state, **options)
+    assert_same(step, whole[:, 5:6], "a single step")
     assert_same(whole, 2 * ops.attention(q, k, v), "twice as large")
 
 
@@ -122,7 +165,9 @@ def test_dropout_of_weights_continues_from_a_state(x64):
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
-        ({"rotary_features": 3, "head_features": 3}, "rotary_features: expected at most"),
+        ({"rotary_features": 3, "head_features": 3}, "expected at most 2, got 3"),
+        ({"head_features": 3}, "expected at most 2, got 3"),
+        ({"zero_centered_norm": True}, "zero_centered_norm: expected False"),
         ({"window": 3, "max_length": 9}, "max_length: expected None with window=3"),
         ({"qk_norm": "both"}, "qk_norm: expected"),
         ({"epsilon": 0.0}, "epsilon: expected"),

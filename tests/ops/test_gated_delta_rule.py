@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_models.ops import gated_delta_rule
+from jax_models.ops import delta_rule, gated_delta_rule
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked", "auto")
@@ -207,6 +207,34 @@ def check_divided_time() -> None:
 
 def test_time_divided_over_devices(on_eight_devices):
     on_eight_devices(check_divided_time)
+
+
+def check_nan_over_devices() -> None:
+    """A NaN on the first device does not pass a restart on the second, in either rule."""
+    mesh = jax.make_mesh((2,), ("time",), axis_types=(AxisType.Auto,))
+    of_time = P(None, "time")
+    k = jnp.ones((1, 8, 1, 2)).at[0, 1].set(jnp.nan)
+    reset = jnp.zeros((1, 8), bool).at[0, 5].set(True)
+
+    def gated(k, reset):
+        one = jnp.ones(k.shape[:3])
+        return gated_delta_rule(k, k, k, -one, one, reset=reset, time_axis="time")
+
+    def ungated(k, reset):
+        return delta_rule(k, -jnp.ones_like(k), k, k, reset=reset, time_axis="time")
+
+    for run in (gated, ungated):
+        divided = jax.shard_map(
+            run, mesh=mesh, in_specs=(of_time,) * 2, out_specs=(of_time, P()), check_vma=False
+        )
+        y, last = jax.jit(divided)(k, reset)
+        assert np.isnan(y[0, 1:5]).all()
+        assert np.isfinite(y[0, 5:]).all()
+        assert np.isfinite(last).all()
+
+
+def test_a_nan_stays_in_its_document_over_devices(on_eight_devices):
+    on_eight_devices(check_nan_over_devices)
 
 
 @pytest.mark.parametrize("time", [8192, 16384])
