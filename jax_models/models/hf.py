@@ -20,7 +20,10 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 def kinds_by_key(
     key: str, kind: str, other: str
 ) -> Callable[[Checkpoint, Fields], tuple[str, ...]]:
-    """A source for `Layout.sizes`: the pattern of block kinds. Only blocks of `kind` have `key`."""
+    """A source for `Layout.sizes`: the pattern of the blocks' kinds.
+
+    Blocks with this key are of this kind, and all others of the other kind.
+    """
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
         keys = (whole_key(checkpoint.layout, key, number) for number in checkpoint.numbers)
@@ -40,7 +43,7 @@ class HFConfig(StackConfig):
     hf_class: ClassVar[str]
     """The class of the model in transformers."""
     hf_fields: ClassVar[dict[str, str]]
-    """The fields of a config.json, and the fields of our config with the same value."""
+    """Maps fields of a config.json to the fields of our config that have the same value."""
     hf_sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "hidden_size",
@@ -54,7 +57,7 @@ class HFConfig(StackConfig):
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
     undetermined: ClassVar[tuple[str, ...]] = ()
-    """The fields that neither a shape nor a default determines."""
+    """The fields that `from_state_dict` must be given, because no shape determines them."""
 
     num_layers: int
     block_types: tuple[Any, ...]
@@ -145,7 +148,7 @@ class HFConfig(StackConfig):
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json with which transformers' model is the same.
+        """Returns the config.json of the equivalent model in transformers.
 
         Raises:
             ValueError: transformers does not support an option of this config.

@@ -1,6 +1,6 @@
 """The parts that the hybrids of attention with Gated DeltaNet or short convolutions share."""
 
-__all__: list[str] = []  # all of it is a part of the models of other modules
+__all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -240,14 +240,14 @@ class HybridLanguageModel(LanguageModel):
 
 
 def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
-    """Converts the number of rows of a projection with `count` parts to that of its heads."""
+    """Computes the number of heads from the rows of a projection that has `count` parts a head."""
     return lambda size, fields: size // count // fields["head_features"]
 
 
 def layouts_of(
     model: str, norm: str, sizes: Mapping[str, Any], **options: Any
 ) -> tuple[Layout, Layout]:
-    """The layout of a `state_dict` whose parts are under a prefix, and that of its files.
+    """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
     If the head is tied, files leave out its key.
     """

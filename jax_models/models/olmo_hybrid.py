@@ -156,7 +156,7 @@ class OLMoHybridLanguageModel(HybridLanguageModel):
     Args:
         config: the sizes. `OLMoHybridLanguageModelConfig.from_hf` reads them from a config.json.
         **options: as for every layer. Matrices and convolutions are drawn from a normal
-            distribution, as in transformers.
+            distribution, and decays as transformers does by default.
 
     Layouts: `hf` (the `state_dict` of transformers' OlmoHybridForCausalLM), `hf-file` (its files,
     which have other keys, and no `lm_head.weight` if the head is tied).

@@ -100,7 +100,7 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
             if not isinstance(text, Mapping):
                 raise ValueError(f"config: text_config: expected an object, got {text!r}")
             own = ("tie_word_embeddings", "quantization_config")
-            shared = {name: config[name] for name in own if name in config}
+            shared = {name: config[name] for name in own if config.get(name) is not None}
             config = {"model_type": cls.model_types[0], **text, **shared}
         return super().from_hf(config)
 
@@ -134,7 +134,7 @@ class Qwen35LanguageModel(HybridLanguageModel):
     Args:
         config: the sizes. `Qwen35LanguageModelConfig.from_hf` reads them from a config.json.
         **options: as for every layer. Matrices and convolutions are drawn from a normal
-            distribution, as in transformers.
+            distribution, the rest as in `GatedDeltaNet`, which is as in transformers.
 
     Layouts: `hf` (transformers' Qwen3_5ForCausalLM), `multimodal` (the text part of its
     Qwen3_5ForConditionalGeneration), and `hf-file` and `multimodal-file` (the same without

@@ -1,6 +1,6 @@
 """The frame of the hybrids of attention with Gated DeltaNet or short convolutions."""
 
-__all__: list[str] = []  # all of it is a part of the models of other modules
+__all__: list[str] = []  # only the modules of the models import it
 
 from typing import Any
 

@@ -39,6 +39,7 @@ class LFM2Attention(nn.Module):
         if state is None:
             state = empty_cache(self.k_proj.weight, len(x), 1, self.num_kv_heads, self.size)
         position, *cache = state
+        # Make room for the keys and values of these steps.
         keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in cache)
         state = position, keys, values
         y, state = local_attention(q, k, v, state, rotated=self.size, theta=self.theta)
