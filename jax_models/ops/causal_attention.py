@@ -60,8 +60,9 @@ def causal_attention(
         k: keys. Each head is shared by `heads / kv_heads` neighboring heads of q.
         v: values.
         first: the first step that each step sees. Negative if the step sees some of the `past`.
-        past: the keys and values of earlier steps, if there are any. Slots that are not filled are
-            not read.
+        past: the keys and values of earlier steps, if there are any. A step reads the cache in
+            tiles of up to 2,048 slots (512 on a CPU), and skips the tiles in which no slot is
+            filled.
         window: the largest number of steps that a step sees, including itself.
 
     """

@@ -136,7 +136,7 @@ def delta_rule(
     run = partial(_run, method, min_log_w, rows, u)
     if rows.time_axis is None:
         return run(steps, state)
-    return run_over_devices(run, steps, state, rows)
+    return run_over_devices(run, steps, state, rows.reset, rows.time_axis)
 
 
 def _run(

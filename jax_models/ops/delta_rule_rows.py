@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from jax_models.ops.rows import Rows
 from jax_models.ops.time_axis import states_between
 
 LOWEST_LOG_DECAY = -1e5
@@ -56,7 +55,11 @@ def _nan_where(faults: Array, x: Array) -> Array:
 
 
 def run_over_devices(
-    run: Callable[[Any, Array], tuple[Array, Array]], xs: Any, start: Array, rows: Rows
+    run: Callable[[Any, Array], tuple[Array, Array]],
+    xs: Any,
+    start: Array,
+    reset: Array | None,
+    time_axis: str,
 ) -> tuple[Array, Array]:
     """Runs this device's steps from the state before them, and returns the last state of all.
 
@@ -71,7 +74,7 @@ def run_over_devices(
         jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
     )
 
-    restarts = jnp.zeros(batch, bool) if rows.reset is None else rows.reset.any(axis=1)
+    restarts = jnp.zeros(batch, bool) if reset is None else reset.any(axis=1)
 
     def after(steps, state):
         end, restarts = steps
@@ -79,5 +82,5 @@ def run_over_devices(
         state = jnp.where(restarts[:, None, None, None], 0, state)  # M is zero, and 0 · NaN is NaN
         return jnp.matmul(state, M, precision="highest") + E
 
-    before, last = states_between(after, (end, restarts), start, rows.time_axis)
+    before, last = states_between(after, (end, restarts), start, time_axis)
     return run(xs, before)[0], last

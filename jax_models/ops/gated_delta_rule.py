@@ -38,7 +38,9 @@ def gated_delta_rule(
     method: GatedDeltaRuleMethod = "auto",
     **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads value key"]]:
-    """Runs a matrix S per head, which decays, and learns the value of each key at a given rate.
+    """Runs the gated delta rule.
+
+    Each head keeps a matrix S that decays and learns a value for each key.
 
         >>> q, k, v = jnp.ones((3, 8, 100, 4, 64))
         >>> y, state = gated_delta_rule(q, k, v, log_decay, beta, normalize=True, scale=64**-0.5)
@@ -60,14 +62,14 @@ def gated_delta_rule(
         method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
             kernel of a TPU, and "pallas_interpreted" runs that kernel in an interpreter. "auto" is
-            sequential with fewer than 8 steps or a symbolic number of steps, and chunked
-            otherwise. All methods compute in at least float32, with the highest precision on a TPU.
-            For the backward pass, "chunked" and the kernels store one state every 64 steps. Unless
-            the method is sequential or `reset` is given, a NaN also reaches the outputs of up to 63
-            steps before it.
+            sequential with fewer than 8 steps, and chunked otherwise. With a symbolic number of
+            steps, every method is sequential. All methods compute in at least float32, with the
+            highest precision on a TPU. For the backward pass, "chunked" and the kernels store one
+            state every 64 steps. Unless the method is sequential or `reset` is given, a NaN also
+            reaches the outputs of up to 63 steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
             restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
-            what they do to a state, and once from the state that the devices before it found.
+            how they change any state, and once from the state after the devices before it.
 
     Returns:
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
@@ -102,7 +104,7 @@ def gated_delta_rule(
     run = partial(_run, method, Keys(normalize, scale), rows)
     if rows.time_axis is None:
         return run(steps, state.astype(dtype))
-    return run_over_devices(run, steps, state.astype(dtype), rows)
+    return run_over_devices(run, steps, state.astype(dtype), rows.reset, rows.time_axis)
 
 
 def _run(

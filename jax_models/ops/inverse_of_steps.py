@@ -1,4 +1,4 @@
-"""The inverse of I − A for scores A of steps that read earlier steps, by matrix products."""
+"""Inverts I − A by matrix products, where A says how strongly each step reads earlier ones."""
 
 from functools import partial
 
@@ -30,8 +30,9 @@ def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
 
     Args:
         scores: A. The number of steps is a power of two.
-        whole: up to this number of steps, blocks of all sizes are masks of the whole matrix, as
-            kernels need it. More steps are split into halves, which takes fewer products.
+        whole: up to this number of steps, the whole matrix is used at each level and the blocks are
+            selected by masks, because kernels cannot slice it. More steps are split into
+            halves, which takes fewer products.
 
     """
     size = scores.shape[-1]
