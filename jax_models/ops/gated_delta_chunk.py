@@ -33,8 +33,8 @@ class GatedSteps(NamedTuple):
     beta: Array
 
 
-class Keys(NamedTuple):
-    """How queries and keys are prepared: per chunk, so that no prepared copy is stored."""
+class KeyOptions(NamedTuple):
+    """How queries and keys are prepared, chunk by chunk, so that no prepared copy is stored."""
 
     normalize: bool
     scale: float
@@ -73,7 +73,7 @@ class Chunk:
     """
 
     whole: int
-    """The `whole` of `inverse_of_steps`."""
+    """Up to this number of steps, the inverse is not split into halves: see `inverse_of_steps`."""
 
     def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
         """Returns the state after the steps, and their outputs."""
@@ -83,7 +83,7 @@ class Chunk:
         until = (i <= t).astype(k.dtype)
         decays = jnp.exp(_product(until, jnp.where(t > i, log_decay, 0)))
         of_start, to_end = (jnp.exp(_product(x, log_decay)) for x in (until, 1 - until))
-        # In one product each, queries and keys read the keys and the state.
+        # Queries and keys are stacked: one product reads the keys for both, and one the state.
         readers = jnp.concatenate([q, k], axis=-2)
         scores = _einsum("...tk,...ik->...ti", readers, k)
         of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
@@ -110,7 +110,7 @@ def _solve_jvp(whole: int, primals, tangents):
     return u, _product(inverse, d_x + _product(d_scores, u))
 
 
-def chunked(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
+def chunked(keys: KeyOptions, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
     """Runs the chunks one after the other, and returns all y and the last state."""
     time = xs.k.shape[1]
     size = min(CHUNK, max(SHORTEST, 1 << (time - 1).bit_length()))
@@ -120,19 +120,19 @@ def chunked(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _chunks(keys: Keys, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
+def _chunks(keys: KeyOptions, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
     return _run(keys, xs, state, keep=False)[:2]
 
 
 @_chunks.defjvp
-def _chunks_jvp(keys: Keys, primals, tangents):
+def _chunks_jvp(keys: KeyOptions, primals, tangents):
     """Stores the state before each chunk, and computes the rest of the chunk again."""
     xs, state = primals
     y, last, before = _run(keys, xs, state, keep=True)
     return (y, last), linear_map(_tangents, _gradients, (xs, before), tangents, keys)
 
 
-def _run(keys: Keys, xs: GatedSteps, state: Array, *, keep: bool):
+def _run(keys: KeyOptions, xs: GatedSteps, state: Array, *, keep: bool):
     def one(carry, n):
         state, y = carry
         after, found = _chunk(keys, state, _of_chunk(xs, n))
@@ -143,7 +143,7 @@ def _run(keys: Keys, xs: GatedSteps, state: Array, *, keep: bool):
     return y, last, before
 
 
-def _tangents(keys: Keys, residuals, tangents):
+def _tangents(keys: KeyOptions, residuals, tangents):
     (xs, before), (d_xs, d_state) = residuals, tangents
 
     def one(carry, n):
@@ -157,7 +157,7 @@ def _tangents(keys: Keys, residuals, tangents):
     return d_y, d_last
 
 
-def _gradients(keys: Keys, residuals, gradients):
+def _gradients(keys: KeyOptions, residuals, gradients):
     (xs, before), (d_y, d_last) = residuals, gradients
 
     def one(carry, n):
@@ -172,8 +172,8 @@ def _gradients(keys: Keys, residuals, gradients):
     return d_xs, d_state
 
 
-def _chunk(keys: Keys, state: Array, xs: GatedSteps) -> tuple[Array, Array]:
-    """Runs `chunk` on arrays (batch, step, heads, features)."""
+def _chunk(keys: KeyOptions, state: Array, xs: GatedSteps) -> tuple[Array, Array]:
+    """Runs `Chunk` on arrays (batch, step, heads, features)."""
     xs = GatedSteps(*(jnp.moveaxis(x, 1, 2) for x in xs))
     after, (y,) = Chunk(whole=SHORTEST)(state, *keys(xs, state.dtype, axis=1))
     return after, jnp.moveaxis(y, 1, 2)

@@ -12,7 +12,7 @@ from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_over_devices
 from jax_models.ops.delta_rule_steps import Steps, by_chunk, by_time, sequential
-from jax_models.ops.gated_delta_chunk import CHUNK, Chunk, GatedSteps, Keys, chunked
+from jax_models.ops.gated_delta_chunk import CHUNK, Chunk, GatedSteps, KeyOptions, chunked
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
@@ -101,21 +101,21 @@ def gated_delta_rule(
     if is_symbolic_dim(time) or (method == "auto" and time < FEW_STEPS):
         method = "sequential"
     steps = GatedSteps(q, k, v, *(x[..., None].astype(dtype) for x in (log_decay, beta)))
-    run = partial(_run, method, Keys(normalize, scale), rows)
+    run = partial(_run, method, KeyOptions(normalize, scale), rows)
     if rows.time_axis is None:
         return run(steps, state.astype(dtype))
     return run_over_devices(run, steps, state.astype(dtype), rows.reset, rows.time_axis)
 
 
 def _run(
-    method: GatedDeltaRuleMethod, keys: Keys, rows: Rows, xs: GatedSteps, state
+    method: GatedDeltaRuleMethod, keys: KeyOptions, rows: Rows, xs: GatedSteps, state
 ) -> tuple[Array, Array]:
     return _compiled(method, keys, *match_varying_axes((xs, state, rows)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(
-    method: GatedDeltaRuleMethod, keys: Keys, xs: GatedSteps, state, rows: Rows
+    method: GatedDeltaRuleMethod, keys: KeyOptions, xs: GatedSteps, state, rows: Rows
 ) -> tuple[Array, Array]:
     """Is compiled, because an eager call would otherwise compile the scan each time."""
     low = xs.log_decay < LOWEST_LOG_DECAY
@@ -133,7 +133,7 @@ def _compiled(
 
 
 def _by_method(
-    method: GatedDeltaRuleMethod, keys: Keys, xs: GatedSteps, state: Array
+    method: GatedDeltaRuleMethod, keys: KeyOptions, xs: GatedSteps, state: Array
 ) -> tuple[Array, Array]:
     if method not in ("sequential", *KERNEL_METHODS):
         return chunked(keys, xs, state)
