@@ -176,7 +176,7 @@ class Case:
         """The largest number of steps that the JAX layer can take; None means any number."""
         layer = self.abstract()
         if isinstance(layer, LanguageModel):
-            return layer.context_length
+            return layer.context_length or getattr(layer.config, "max_length", None)
         return getattr(layer, "max_length", None)
 
     @property

@@ -27,7 +27,7 @@ CASES = [
             head_features=12,  # 3 of them are rotated, as 4 are
             num_key_heads=2,
             num_value_heads=4,
-            key_features=3,
+            key_features=4,
             value_features=5,
         ).build,
     ),
