@@ -244,7 +244,7 @@ for name, window in ("LARGE_MODEL", 64), ("LONG_SEQUENCES", 2**14):
     def test_a_gather_of_a_parameter_over_model_or_of_time_fails(self, tmp_path):
         change = """
 from train import step
-step.in_layers = lambda spec, mesh: spec
+step.layer_spec = lambda spec, mesh: spec
 token_losses = step.token_losses
 def gathering(*args, **more):
     losses = token_losses(*args, **more)
