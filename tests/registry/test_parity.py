@@ -71,7 +71,8 @@ def test_agrees_with_twin_in_float32(name):
 @pytest.mark.optimized
 @rows(CASES)
 def test_agrees_with_twin_as_compiled_for_users(name):
-    assert_within_bounds(measure_twin(CASES[name].problem(), platform=platform_here(name)))
+    case = CASES[name]
+    assert_within_bounds(measure_twin(case.problem(), case.dtypes, platform_here(name)))
 
 
 @rows((name for name, case in CASES.items() if case.packs), lambda name: "1 layer" in name)
