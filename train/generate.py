@@ -94,7 +94,7 @@ class PromptedModel(NamedTuple):
     vocabulary: Tokens
     prompts: list[np.ndarray]
     shown_prompts: list[str]
-    """What is printed before each continuation."""
+    """The text that is printed before each continuation."""
 
 
 @no_mesh()

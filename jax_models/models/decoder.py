@@ -56,8 +56,11 @@ class DrawHistory(NamedTuple):
 
 Calls = Generator[tuple[Tokens, int], Any, Any]
 Carry = tuple[DrawHistory, Any]
-"""What has been drawn, and either the state before the last token (`steps`) or the window of the
-text and its lengths (`slides`)."""
+"""The history of the draws, and what the model reads next.
+
+For `steps`, this is the state before the last token. For `slides`, it is the window of the text and
+the lengths of its rows.
+"""
 
 
 class Decoder:

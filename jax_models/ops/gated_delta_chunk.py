@@ -60,9 +60,9 @@ class KeyOptions(NamedTuple):
 class Chunk:
     """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
 
-    S₀ is the state before the chunk. Of the decays α, D_ti is the product over the steps
-    i + 1 … t, e_t that over the steps up to t, and f_i that over the steps after i. Each step adds
-    u_t k_tᵀ to the decayed state:
+    S₀ is the state before the chunk. D_ti is the product of the decays α of the steps i + 1 … t,
+    e_t that of the steps up to t, and f_i that of the steps after i. Each step adds u_t k_tᵀ to the
+    decayed state:
 
         u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t)
         y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i

@@ -30,7 +30,7 @@ CASES = [
             key_features=4,
             value_features=5,
         ).build,
-        dtypes=("float64", "float32"),  # in bfloat16, torch itself errs by half of some gradients
+        dtypes=("float64", "float32"),  # torch's own bfloat16 gradients are off by half
     ),
     qwen(
         "Qwen35LanguageModel, untied",
