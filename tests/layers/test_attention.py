@@ -168,9 +168,11 @@ def test_dropout_of_weights_continues_from_a_state(x64):
         ({"rotary_features": 3, "head_features": 3}, "expected at most 2, got 3"),
         ({"head_features": 3}, "expected at most 2, got 3"),
         ({"zero_centered_norm": True}, "zero_centered_norm: expected False"),
+        ({"epsilon": 1e-5}, "epsilon: expected None with qk_norm=None, got 1e-05"),
+        ({"rotary_features": 0, "rope_theta": 1e4}, "rope_theta: expected None with rotary_feat"),
         ({"window": 3, "max_length": 9}, "max_length: expected None with window=3"),
         ({"qk_norm": "both"}, "qk_norm: expected"),
-        ({"epsilon": 0.0}, "epsilon: expected"),
+        ({"epsilon": 0.0, "qk_norm": "all"}, "epsilon: expected a positive"),
         ({"bias_init": nnx.initializers.ones}, "bias_init: expected None"),
     ],
 )
