@@ -49,8 +49,8 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
 
         Args:
             time_axis: as in `SequenceLayer.set_view`.
-            max_length: the number of slots of the state of full attention. A layer with a window
-                has the state that its window needs.
+            max_length: the number of slots of the state of full attention, as in `Attention`. A
+                layer with a window has the state that its window needs.
 
         """
         super().set_view(time_axis)
@@ -141,8 +141,10 @@ class Attention(CachedAttention):
         head_features: size of a head. None: features / num_heads.
         window: number of steps that each step sees, including itself. None: all earlier steps.
         max_length: without a window, the length of the longest document that a state can hold.
-            None: the layer runs over whole sequences, and cannot continue from a state. Use
-            `nnx.view(model, max_length=…)` to set it for a whole model.
+            The state has memory for all of its steps from the beginning, but a step takes time only
+            for those of the document so far, if the state is donated to `jax.jit`. None: the layer
+            runs over whole sequences, and cannot continue from a state. `generate` sets it for its
+            text, and `nnx.view(model, max_length=…)` for any use of a model.
         rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
             with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
             in transformers. None: the whole head. 0: no rotation.

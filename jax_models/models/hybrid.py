@@ -89,7 +89,8 @@ class HybridConfig(HFConfig):
     """The standard deviation of the initial matrices."""
     max_length: int | None = None
     """The length of the longest document that a state can hold, because the attention keeps the
-    keys of all its steps. None: `generate` sets it, and so does `nnx.view(model, max_length=…)`.
+    keys of all its steps. It determines the memory of a state, but not the time of a step. None:
+    `generate` sets it, and so does `nnx.view(model, max_length=…)`.
     """
 
     @classmethod

@@ -314,8 +314,8 @@ def _over_past(
     """Runs `step(carry, keys, start)` over tiles of the filled slots, which begin at slot `start`.
 
     The tiles are slices of the cache, because dividing all of it would cost as much as reading it.
-    The number of iterations is that of the filled tiles, or if the loop is `differentiated`, that
-    of all tiles, because a loop of unknown length has no reverse mode.
+    The loop ends at the last filled tile. If it is `differentiated`, it skips the other tiles one
+    by one, because a loop of unknown length has no reverse mode.
     """
     slots, tile = k.shape[1], tiling.past_tile
     if not slots:
@@ -336,7 +336,7 @@ def _over_past(
         return lax.cond(first < filled, of_tile, lambda _, carry: carry, first, carry), None
 
     filled = jnp.max(position, initial=0)
-    if not differentiated:
+    if slots > tile and not differentiated:
         count = ceil_div(jnp.minimum(filled, slots), tile)
         return lax.fori_loop(0, count, lambda i, carry: of_tile(i * tile, carry), carry)
     firsts = jnp.arange(0, slots, tile, dtype=position.dtype)
