@@ -102,7 +102,7 @@ def load_pretrained(
     """
     weights, fields = open_checkpoint(path)
     known = config_of(weights, fields, **config)
-    weights = _without_other_parts(known, weights)
+    weights = without_other_parts(known, weights)
     if param_dtype is None:
         dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
         param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
@@ -113,14 +113,19 @@ def load_pretrained(
     return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
-def _without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out the weights of parts that the model does not have, with a warning."""
+def without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the weights of parts that the model does not have, with a warning.
+
+    Raises:
+        ValueError: all weights are of such parts.
+
+    """
     counts = {start: sum(key.startswith(start) for key in weights) for start in config.left_out}
     listed = ", ".join(f"{start}* ({count} weights)" for start, count in counts.items() if count)
     if listed and sum(counts.values()) == len(weights):
         raise ValueError(f"state_dict: expected a {config.family}, got only {listed}")
     if listed:
-        warnings.warn(f"load_pretrained left out {listed}", stacklevel=4)
+        warnings.warn(f"{config.family}: left out {listed}", stacklevel=4)
     return {key: w for key, w in weights.items() if not key.startswith(config.left_out)}
 
 
