@@ -96,7 +96,8 @@ class Figures:
 def write_model(config: str, fields: dict[str, Any], folder: Path) -> tuple[np.ndarray, ...]:
     """Saves a random model by transformers. Returns its logits in bfloat16 and float32.
 
-    Matrices keep the size of their inputs, and vectors are near their initial values.
+    Matrices keep the size of their inputs, and vectors are near their initial values. As in the
+    published files of Qwen3.5, its decays and the norms behind them are in float32.
     """
     import torch
     import transformers
@@ -105,11 +106,13 @@ def write_model(config: str, fields: dict[str, Any], folder: Path) -> tuple[np.n
     config = getattr(transformers, config)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
+                parameter.data = parameter.float()
         model.save_pretrained(folder, max_shard_size=SHARD)
         tokens = torch.tensor(TOKENS)
         return model(tokens).logits.float().numpy(), model.float()(tokens).logits.numpy()

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -231,6 +233,25 @@ def test_a_multimodal_folder_is_fine_tuned(tmp_path):
     model = trainer.model(trainer.initial_params)
     for key, array in to_torch(model, "multimodal-file").items():
         assert array.tobytes() == weights[key].tobytes(), key
+
+
+def test_decays_in_float32_leave_the_other_weights_in_bfloat16(tmp_path, monkeypatch):
+    """The published files of Qwen3.5 have two dtypes. All bits stay, and no memory is wasted."""
+    monkeypatch.chdir(tmp_path)
+    weights = folder_of(MODELS["qwen3_5_text"], tmp_path, "hf-file")
+    wide = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    weights = {k: w if k.endswith(wide) else w.astype(jnp.bfloat16) for k, w in weights.items()}
+    save_file(weights, "model.safetensors")
+    model = load_pretrained(".")
+    logits, _ = nnx.view(model, max_length=9)(np.arange(9)[None])
+    assert logits.dtype == jnp.bfloat16
+    convert.main(["--from", ".", "--to", "back"])
+    for written in (to_torch(model, "hf-file"), load_file("back/model.safetensors")):
+        assert written.keys() == weights.keys()
+        for key, array in weights.items():
+            assert (written[key].dtype, written[key].tobytes()) == (array.dtype, array.tobytes())
+    narrow = load_pretrained(".", param_dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
 
 
 def quantized(dtype: str, *scales: str):
