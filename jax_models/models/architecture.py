@@ -163,6 +163,10 @@ class ModelConfig(CheckedFields):
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
     `load_pretrained` leaves them out, and a warning lists them.
     """
+    float32_keys: ClassVar[tuple[str, ...]] = ()
+    """Endings of the keys of weights that the model reads in at least float32. If a checkpoint has
+    them in a wider dtype than all others, `load_pretrained` keeps both dtypes.
+    """
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 

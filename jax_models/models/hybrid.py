@@ -145,6 +145,9 @@ class GatedDeltaNetConfig(HybridConfig):
     """The base class of the configs of hybrids with Gated DeltaNet."""
 
     kinds: ClassVar = ("linear_attention", FULL)
+    float32_keys: ClassVar = tuple(
+        f".linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "o_norm.weight")
+    )
     undetermined: ClassVar = ("num_key_heads",)
     hf_fields: ClassVar = HybridConfig.hf_fields | {
         "attention_bias": "attention_bias",
