@@ -2,7 +2,8 @@
 
 All blocks of a page that begin with ```python share a namespace, in a process of their own. A block
 inside an HTML comment runs, too, but is not shown, nor is what it prints. A figure that a block
-leaves open is saved.
+leaves open is saved. A page may show the output of a block itself, in a fence without a language
+directly below the block; in such a fence, `…` stands for any number of lines.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 NEEDED = {
     "flatbuffers": ".serialize()",
@@ -39,6 +41,8 @@ class Block:
     line: int
     end: int
     is_hidden: bool
+    shown: str | None
+    """What the page itself shows as the output, in a fence without a language below the block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +62,26 @@ def blocks(page: str) -> list[Block]:
             page.count("\n", 0, match.start("code")),
             match.end(),
             any(start < match.start() < end for start, end in comments),
+            shown[1] if (shown := SHOWN.match(page, match.end())) else None,
         )
         for match in FENCE.finditer(page)
     ]
     if len(found) != page.count("```python\n"):
         raise ValueError("expected every ```python at the start of a line, and ``` after it")
     return found
+
+
+def differs(shown: str, printed: str) -> str | None:
+    """The first line of a shown output that was not printed, whatever its numbers, or None."""
+    lines = iter([_without_numbers(line) for line in printed.splitlines()])
+    for line in shown.splitlines():
+        if line.strip() != "…" and _without_numbers(line) not in lines:
+            return line
+    return None
+
+
+def _without_numbers(line: str) -> str:
+    return " ".join(re.sub(r"-?\d[\d.,]*(e[-+]\d+)?", "0", line).split())
 
 
 def missing_packages(page: str) -> list[str]:

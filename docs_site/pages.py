@@ -14,10 +14,20 @@ from docs_site.blocks import ROOT, Output, blocks, run
 from docs_site.proved import proved
 
 DOCS = ROOT / "docs"
-GUIDES = """
-from_lstm debug_a_port is_it_a_bug reinforcement_learning one_contract your_own which_layer
-pretrained long_convolutions export records tpus
-""".split()
+GUIDES = [
+    "from_lstm",
+    "debug_a_port",
+    "is_it_a_bug",
+    "reinforcement_learning",
+    "one_contract",
+    "your_own",
+    "which_layer",
+    "pretrained",
+    "tpus",
+    "long_convolutions",
+    "records",
+    "export",
+]
 """The order of the guides. Guides that are not listed come last."""
 PARTS = {
     "Guides": ["guides/*"],
@@ -51,12 +61,12 @@ def gather(folder: Path, cache: Path) -> dict[str, str]:
     """Writes the pages and the files that they refer to, and returns the pages' texts by place."""
     written = sources()
     places = {path: place for place, path in written.items()}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outputs = dict(zip(written, pool.map(lambda p: _outputs(p, cache), written.values()), strict=True))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
+        found = [pool.submit(_outputs, path, cache) for path in written.values()]
     pages = {}
-    for place, path in written.items():
+    for (place, path), outputs in zip(written.items(), found, strict=True):
         text = _with_links(path.read_text(encoding="utf-8"), path, place, places, folder)
-        pages[place] = _with_outputs(text, *outputs[place], place, folder)
+        pages[place] = _with_outputs(text, *outputs.result(), place, folder)
     pages |= reference.pages() | {"proved.md": proved()}
     parts = navigation(pages)
     for title, members in parts.items():
@@ -123,9 +133,7 @@ def _digest_of_code() -> bytes:
     return digest.digest()
 
 
-def _with_outputs(
-    text: str, outputs: list[Output], figures: Path, place: str, folder: Path
-) -> str:
+def _with_outputs(text: str, outputs: list[Output], figures: Path, place: str, folder: Path) -> str:
     """A page with what each block prints and draws below the block."""
     parts, start = [], 0
     for block, output in zip(blocks(text), outputs, strict=True):
@@ -133,7 +141,7 @@ def _with_outputs(
             continue
         parts.append(text[start : block.end])
         start = block.end
-        if output.text.strip():
+        if output.text.strip() and block.shown is None:
             directive = "{code-block} text\n:class: output"
             parts.append(f"\n\n````{directive}\n\n{output.text.rstrip()}\n````")
         for figure in output.figures:

@@ -57,7 +57,8 @@ def _table(record: Record) -> str:
     dtypes = [d for d in DTYPES if any(m.dtype == d for m in record.measurements)]
     lines = [
         f"## On {device}\n",
-        f"Measured on {record.date} with {software}: {passed} of {len(record.cases)} pairs agree.\n",
+        f"Measured on {record.date} with {software}. {passed} of {len(record.cases)} pairs "
+        "agree.\n",
         "| architecture | pairs | " + " | ".join(dtypes) + " |",
         "|---|---|" + len(dtypes) * "---|",
     ]

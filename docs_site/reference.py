@@ -18,12 +18,10 @@ import pkgutil
 import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import tomllib
 
 from docs_site.blocks import ROOT
 from docs_site.equations import is_equation, latex
@@ -80,6 +78,16 @@ class Name:
         return f"{self.package}.{self.name}"
 
     @property
+    def stem(self) -> str:
+        """The last part of the name of the module that defines it."""
+        return self.home.rpartition(".")[2]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the module is called like this name, as `lstm.py` is like `LSTM`."""
+        return self.name.lower().replace("_", "") == self.stem.replace("_", "")
+
+    @property
     def value(self) -> Any:
         """What the name stands for."""
         return getattr(importlib.import_module(self.package), self.name)
@@ -110,12 +118,18 @@ def public_names() -> list[Name]:
     return names + [Name(c.__module__, c.__name__, c.__module__) for c in _run_options()]
 
 
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
 def _imports(package: str) -> Iterator[tuple[str, str]]:
     """The names that a package imports from its own modules, and their modules."""
-    for node in ast.walk(ast.parse(inspect.getsource(importlib.import_module(package)))):
+    for node in ast.walk(_parsed(package)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(OWN):
             if node.names[0].name == "*":
-                yield from dict.fromkeys(importlib.import_module(node.module).__all__, node.module).items()
+                names = importlib.import_module(node.module).__all__
+                yield from ((name, node.module) for name in names)
             else:
                 yield from ((each.name, node.module) for each in node.names)
 
@@ -128,8 +142,7 @@ def _run_options() -> list[type]:
     while todo:
         found.append(todo.pop(0))
         kinds = [field.type for field in dataclasses.fields(found[-1])]
-        todo += [k for k in kinds if isinstance(k, type) and k.__module__.startswith("train.")
-                 and dataclasses.is_dataclass(k)]
+        todo += [kind for kind in kinds if getattr(kind, "__module__", "").startswith("train.")]
     return found
 
 
@@ -158,27 +171,32 @@ def pages() -> dict[str, str]:
     found: dict[str, str] = {}
     by_page: dict[tuple[str, str], list[Name]] = {}
     for name in public_names():
-        by_page.setdefault((group_of(name.home), name.home), []).append(name)
-    for (group, home), names in by_page.items():
-        stem = home.rpartition(".")[2]
+        by_page.setdefault((group_of(name.home), name.stem), []).append(name)
+    for (group, stem), names in by_page.items():
+        names.sort(key=lambda name: not name.is_main)
         found[f"reference/{group}/{stem}.md"] = _page(names)
     for group, (title, _) in GROUPS.items():
-        members = sorted((p for p in by_page if p[0] == group), key=lambda p: _title(by_page[p]).lower())
-        rows = [row for page in members for row in map(_row, by_page[page])]
-        stems = [home.rpartition(".")[2] for _, home in members]
-        found[f"reference/{group}/index.md"] = "\n".join(
-            [f"# {title}\n", INTRODUCTIONS[group] + "\n", "| | |", "|---|---|", *rows, "",
-             "```{toctree}", ":hidden:", "", *stems, "```", ""]
+        members = {_title(names): names for (g, _), names in by_page.items() if g == group}
+        members = dict(sorted(members.items(), key=lambda item: item[0].lower()))
+        rows = [row for names in members.values() for row in map(_row, names)]
+        stems = [names[0].stem for names in members.values()]
+        found[f"reference/{group}/index.md"] = _index(
+            title, [INTRODUCTIONS[group], "", "| | |", "|---|---|", *rows], stems
         )
     found["reference/command_line.md"] = _command_line()
-    parts = [f"{group}/index" for group in GROUPS]
-    found["reference/index.md"] = "\n".join(
-        ["# API reference\n", *(f"- [{title}]({group}/index.md): {_plain(INTRODUCTIONS[group])}"
-         for group, (title, _) in GROUPS.items()),
-         "- [Command line](command_line.md): the commands of `twinscan` and their options.", "",
-         "```{toctree}", ":hidden:", "", *parts, "command_line", "```", ""]
-    )  # fmt: skip
-    return found
+    parts = [
+        f"- [{title}]({group}/index.md): {_plain(INTRODUCTIONS[group])}"
+        for group, (title, _) in GROUPS.items()
+    ]
+    parts += ["- [Command line](command_line.md): the commands of `twinscan` and their options."]
+    members = [*(f"{group}/index" for group in GROUPS), "command_line"]
+    return found | {"reference/index.md": _index("API reference", parts, members)}
+
+
+def _index(title: str, lines: list[str], members: list[str]) -> str:
+    """A page that lists others, and the place of these in the navigation."""
+    hidden = ["", "```{toctree}", ":hidden:", "", *members, "```", ""]
+    return "\n".join([f"# {title}", "", *lines, *hidden])
 
 
 def _plain(text: str) -> str:
@@ -191,12 +209,12 @@ def _row(name: Name) -> str:
 
 
 def _title(names: list[Name]) -> str:
-    """The names of a page without its states and aliases, or if they are many, the module's."""
+    """The main name of a page, or a few names without states and aliases, or the module's name."""
     main = [n.name for n in names if callable(n.value) and not n.name.endswith("State")]
     main = [n for n in main if not n.endswith("Config")] or main or [n.name for n in names]
-    if 0 < len(main) <= 3:
-        return ", ".join(main)
-    stem = names[0].home.rpartition(".")[2].replace("_", " ")
+    if names[0].is_main or len(main) <= 3:
+        return names[0].name if names[0].is_main else ", ".join(main)
+    stem = names[0].stem.replace("_", " ")
     return stem[0].upper() + stem[1:]
 
 
@@ -209,17 +227,20 @@ def _entry(name: Name) -> str:
     """The entry of a name in MyST Markdown."""
     value = name.value
     first = canonical().get(id(value), name)
-    module = f":module: {name.package}"
+    # Sphinx looks up the types in a signature in this module first.
+    module = f"```{{py:currentmodule}} {name.package}\n```\n\n"
     if first != name:
         text = f"The same as {{py:obj}}`{first.path}`."
-        return _directive("py:data", name.name, text, module)
+        return module + _directive("py:data", name.name, text)
     if inspect.isclass(value):
-        return _class(name, value, module)
+        return module + _class(name, value)
     if inspect.isroutine(value):
         text = _markdown(inspect.getdoc(value) or "", name.package)
-        return _directive("py:function", name.name + _signature(value), text, module)
-    return _directive("py:data", name.name, _markdown(_data_doc(name), name.package), module,
-                      *_data_value(name))
+        return module + _directive("py:function", name.name + _signature(value), text)
+    node, doc = _assignment(name)
+    assigned = ast.unparse(node.value) if isinstance(node, ast.Assign) else ""
+    options = [f":value: {assigned}"] if 0 < len(assigned) < 200 else []
+    return module + _directive("py:data", name.name, _markdown(doc, name.package), *options)
 
 
 def _directive(kind: str, argument: str, text: str, *options: str, depth: int = 5) -> str:
@@ -227,7 +248,7 @@ def _directive(kind: str, argument: str, text: str, *options: str, depth: int = 
     return "\n".join([f"{colons}{{{kind}}} {argument}", *options, "", text, colons])
 
 
-def _class(name: Name, cls: type, module: str) -> str:
+def _class(name: Name, cls: type) -> str:
     """The entry of a class: its constructor, its fields and its own public methods."""
     parts = [_markdown(inspect.getdoc(cls) or "", name.package)]
     bases = [canonical()[id(base)] for base in cls.__bases__ if id(base) in canonical()]
@@ -241,21 +262,21 @@ def _class(name: Name, cls: type, module: str) -> str:
     for key, value in vars(cls).items():
         function = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
         doc = getattr(function, "__doc__", None)
-        if key.startswith("_") or not doc or not inspect.isfunction(function):
+        if key.startswith("_") or key in fields or not doc or not inspect.isfunction(function):
             continue
         text = _markdown(inspect.cleandoc(doc), name.package)
-        if inspect.isroutine(value) or isinstance(value, classmethod | staticmethod):
-            options = [":classmethod:"] if isinstance(value, classmethod) else []
-            parts.append(_directive("py:method", key + _signature(function, skip=not isinstance(
-                value, staticmethod)), text, *options, depth=4))
-        else:
+        if isinstance(value, property | functools.cached_property):
             parts.append(_directive("py:property", key, text, depth=4))
+        else:
+            options = [":classmethod:"] if isinstance(value, classmethod) else []
+            signature = _signature(function, skip=not isinstance(value, staticmethod))
+            parts.append(_directive("py:method", key + signature, text, *options, depth=4))
     if fields:
         signature = f"({', '.join(fields)})"
     else:
         signature = _signature(cls.__init__, skip=True) if _is_own(cls.__init__) else ""
         signature = signature.partition(" -> ")[0]
-    return _directive("py:class", name.name + signature, "\n\n".join(parts), module)
+    return _directive("py:class", name.name + signature, "\n\n".join(parts))
 
 
 def _is_own(value: Any) -> bool:
@@ -306,24 +327,12 @@ def _docstring(node: ast.stmt | None) -> str:
 def _assignment(name: Name) -> tuple[ast.stmt | None, str]:
     """The statement that defines a value, and its docstring."""
     for module in (name.home, *(m for m in sys.modules if m.startswith(name.package))):
-        body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+        body = _parsed(module).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             if any(isinstance(t, ast.Name) and t.id == name.name for t in targets):
                 return node, _docstring(after)
     return None, ""
-
-
-def _data_doc(name: Name) -> str:
-    return _assignment(name)[1]
-
-
-def _data_value(name: Name) -> list[str]:
-    """The value of an alias, as its module has it."""
-    node, _ = _assignment(name)
-    value = getattr(node, "value", None)
-    text = ast.unparse(value) if value is not None else ""
-    return [f":value: {text}"] if text and len(text) < 200 else []
 
 
 def _markdown(docstring: str, package: str) -> str:
@@ -402,5 +411,7 @@ def _command_line() -> str:
         ):
             importlib.import_module(module).main(["--help"], f"twinscan {command}")
         text = re.sub(r"\x1b\[[\d;]*m", "", printed.getvalue())
-        parts.append(f"## twinscan {command}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{text}\n```\n")
+        parts.append(
+            f"## twinscan {command}\n\n{what[0].upper() + what[1:]}.\n\n```text\n{text}\n```\n"
+        )
     return "\n".join(parts)
