@@ -1,5 +1,6 @@
 """Gathers the pages of the site, with what their code prints, in a folder that Sphinx reads."""
 
+import functools
 import hashlib
 import json
 import os
@@ -63,11 +64,12 @@ def gather(folder: Path, cache: Path) -> dict[str, str]:
     places = {path: place for place, path in written.items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
         found = [pool.submit(_outputs, path, cache) for path in written.values()]
+        generated = reference.pages() | {"proved.md": proved()}
     pages = {}
     for (place, path), outputs in zip(written.items(), found, strict=True):
         text = _with_links(path.read_text(encoding="utf-8"), path, place, places, folder)
         pages[place] = _with_outputs(text, *outputs.result(), place, folder)
-    pages |= reference.pages() | {"proved.md": proved()}
+    pages |= generated
     parts = navigation(pages)
     for title, members in parts.items():
         names = "\n".join(place.removesuffix(".md") for place in members)
@@ -90,7 +92,7 @@ def navigation(pages: Iterable[str]) -> dict[str, list[str]]:
     for title, patterns in PARTS.items():
         members = []
         for pattern in (f"{name}.md" for name in patterns):
-            if pattern in named and "*" not in pattern:
+            if "*" not in pattern:
                 members.append(pattern)
             else:
                 folder = PurePosixPath(pattern).parent
@@ -125,6 +127,7 @@ def _outputs(page: Path, cache: Path) -> tuple[list[Output], Path]:
     return [Output(**fields) for fields in json.loads(record.read_text(encoding="utf-8"))], folder
 
 
+@functools.cache
 def _digest_of_code() -> bytes:
     digest = hashlib.sha256()
     for package in (*reference.OWN, "docs_site"):
