@@ -63,7 +63,8 @@ def export(model: Detector, path: str):
     program = jax.export.export(jax.jit(run), platforms=["cpu", "cuda"])(x, h)
     with open(path, "wb") as file:
         size = file.write(program.serialize())
-    print(f"exported {size:,} bytes: {program.in_avals} to {program.out_avals}")
+    inputs = ", ".join(aval.str_short() for aval in program.in_avals)
+    print(f"exported {size:,} bytes, a program of {inputs}")
 
 
 def main(batch_size: int = 3):

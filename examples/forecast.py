@@ -3,8 +3,9 @@
     python examples/forecast.py
 
 Each series is a sum of a daily and a weekly cycle of random strengths and phases, with some noise,
-like the hourly demand for electricity. After every hour, the model predicts the next 48 hours from
-all hours that it has read. The forecasts of one series are drawn in forecast.png.
+like the hourly demand for electricity. After each hour, the model predicts the next 48 hours from
+all hours that it has read. After five days, it has to know both cycles, although it has not seen a
+whole week. The forecast of one series is drawn in forecast.png.
 """
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 
 from jax_models import RGLRU
 
-HOURS, AHEAD, PERIODS, NOISE = 240, 48, (24, 168), 0.1
+HOURS, AHEAD, PERIODS, NOISE = 120, 48, (24, 168), 0.1
 WINDOWS = jnp.arange(HOURS)[:, None] + 1 + jnp.arange(AHEAD)  # the hours to predict, (HOURS, AHEAD)
 
 

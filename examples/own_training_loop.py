@@ -46,6 +46,7 @@ def main(steps: int = 200, folder: Path = Path("checkpoints")):
     """Trains until `steps` steps are done, from the newest checkpoint in the folder, if any."""
     jax.config.update("jax_num_cpu_devices", 4)  # leave this out on real devices
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    print(f"{mesh.size} devices, each with {BATCH // mesh.size} rows of a batch")
     by_rows, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
 
@@ -74,7 +75,6 @@ def main(steps: int = 200, folder: Path = Path("checkpoints")):
             if step % SAVE_EVERY == 0:
                 print(f"step {step}: loss {loss:.2f}")
                 checkpoints.save(step, args=ocp.args.StandardSave(current_state()))
-    print(f"each device holds {tokens.sharding.shard_shape(tokens.shape)} of {tokens.shape} tokens")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Policy(nnx.Module):
 def train_step(policy: Policy, optimizer: nnx.Optimizer, start, keys):
     """Acts for STEPS steps and learns from them. Returns where to continue, and the mean reward."""
     end, (x, reset, action, old, reward, done) = jax.lax.scan(policy.act, start, keys)
-    value, after = old[..., 2], policy.act(end, keys[0])[1][3][None, :, 2]
+    value, after = old[..., 2], policy.act(end, keys[0])[1][3][None, :, 2]  # after the last step
     # The advantage A_t = δ_t + γλ A_{t+1} is a linear recurrence that runs backward in time.
     discount = DISCOUNT * (1.0 - done)
     delta = reward + discount * jnp.concatenate([value[1:], after]) - value
