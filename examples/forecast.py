@@ -2,8 +2,8 @@
 
     python examples/forecast.py
 
-Each series is a sum of a daily and a weekly cycle of random strengths and phases, with some noise,
-like the hourly demand for electricity. After each hour, the model predicts the next 48 hours from
+Each series is a sum of a daily and a weekly cycle of random strengths and phases, and of noise of
+0.1, like the hourly demand for electricity. After each hour, the model predicts the next 48 hours from
 all hours that it has read. After five days, it has to know both cycles, although it has not seen a
 whole week. The forecast of one series is drawn in forecast.png.
 """
@@ -71,9 +71,9 @@ def main(steps: int = 500):
     known, ahead = series[:, :HOURS], series[:, HOURS:]
     forecasts = nnx.jit(Forecaster.__call__)(model, known)[0][:, -1]
     day_before = jnp.tile(known[:, -24:], AHEAD // 24)
-    for name, values in (("the model", forecasts), ("the day before", day_before)):
+    for name, values in (("model", forecasts), ("repeating the day before", day_before)):
         error = jnp.sqrt(jnp.mean((values - ahead) ** 2))
-        print(f"error of the next {AHEAD} hours by {name}: {error:.3f}; noise: {NOISE}")
+        print(f"root mean square error over the next {AHEAD} hours, {name}: {error:.3f}")
 
     plt.plot(series[0], label="series")
     plt.plot(range(HOURS, HOURS + AHEAD), forecasts[0], label="forecast")
