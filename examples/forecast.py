@@ -2,10 +2,10 @@
 
     python examples/forecast.py
 
-Each series is a sum of a daily and a weekly cycle of random strengths and phases, and of noise of
-0.1, like the hourly demand for electricity. After each hour, the model predicts the next 48 hours from
-all hours that it has read. After five days, it has to know both cycles, although it has not seen a
-whole week. The forecast of one series is drawn in forecast.png.
+Each series is a daily plus a weekly cycle of random strengths and phases, with noise of 0.1, like
+the hourly demand for electricity. After each hour, the model predicts the next 48 hours from all
+hours that it has read. After five days it has to know both cycles, although it has not seen a whole
+week. The forecast of one series is drawn in forecast.png.
 """
 
 import jax
