@@ -28,25 +28,25 @@ def f(x, scale):
 
 
 def step(state: GRUState, now: Step) -> GRUState:
-    u = f(now.product("W", state.h), now.params["norm.weight"])
+    u = f(now.product("W", state.h), now.params[0])
     v = now.product("V of h", state.h) + now.product("V of u and x", u)
-    gates = now.product("G", f(v, now.params["norm_v.weight"])).reshape(-1, BLOCKS, 3, SIZE)
+    gates = now.product("G", f(v, now.params[1])).reshape(-1, BLOCKS, 3, SIZE)
     r, c, g = (gates[:, :, i].reshape(v.shape) for i in range(3))
     return GRUState(state.h + jax.nn.sigmoid(g - 1) * (jnp.tanh(jax.nn.sigmoid(r) * c) - state.h))
 
 
-def block_gru(weights: dict, x, reset):
+def block_gru(w: dict, x, reset):
     """Maps x (batch, time, INPUTS) to h (batch, time, FEATURES). Restarts where `reset` is true."""
-    V_h, V_rest = jnp.split(weights["V.weight"], [SIZE], axis=1)
+    V_h, V_rest = jnp.split(w["V.weight"], [SIZE], axis=1)
     V_rest = jnp.concatenate([*V_rest], axis=1)  # all blocks read u and x: one dense matrix
     products = {
-        "W": Product(weights["W.weight"].T, weights["W.bias"]),
-        "V of h": Product(V_h, weights["V.bias"].reshape(-1)),
+        "W": Product(w["W.weight"].T, w["W.bias"]),
+        "V of h": Product(V_h, w["V.bias"].reshape(-1)),
         "V of u and x": Product(V_rest[:UNITS], kernel_x=V_rest[UNITS:]),
-        "G": Product(weights["G.weight"], weights["G.bias"].reshape(-1)),
+        "G": Product(w["G.weight"], w["G.bias"].reshape(-1)),
     }
-    start = GRUState(jnp.zeros((len(x), FEATURES)))
-    h, _ = recurrence(step, start, products, x, params=weights, reset=reset)
+    start, scales = GRUState(jnp.zeros((len(x), FEATURES))), (w["f_u.weight"], w["f_v.weight"])
+    h, _ = recurrence(step, start, products, x, params=scales, reset=reset)
     return h.astype(x.dtype)
 
 
@@ -63,17 +63,17 @@ class BlockLinear(torch.nn.Module):
 class Twin(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.W, self.norm = torch.nn.Linear(FEATURES, UNITS), torch.nn.RMSNorm(UNITS, eps=1e-4)
+        self.W, self.f_u = torch.nn.Linear(FEATURES, UNITS), torch.nn.RMSNorm(UNITS, eps=1e-4)
         self.V, self.G = BlockLinear(SIZE + UNITS + INPUTS, SIZE), BlockLinear(SIZE, 3 * SIZE)
-        self.norm_v = torch.nn.RMSNorm(FEATURES, eps=1e-4)
+        self.f_v = torch.nn.RMSNorm(FEATURES, eps=1e-4)
 
     def forward(self, x, reset):
         h, outputs = x.new_zeros(len(x), FEATURES), []
         for x_t, reset_t in zip(x.unbind(1), reset.unbind(1), strict=True):
             h = h * ~reset_t[:, None]
-            ux = torch.cat([silu(self.norm(self.W(h))), x_t], dim=1)[:, None]
+            ux = torch.cat([silu(self.f_u(self.W(h))), x_t], dim=1)[:, None]
             v = self.V(torch.cat([h.view(-1, BLOCKS, SIZE), ux.expand(-1, BLOCKS, -1)], dim=2))
-            gates = self.G(silu(self.norm_v(v.flatten(1))).view(-1, BLOCKS, SIZE))
+            gates = self.G(silu(self.f_v(v.flatten(1))).view(-1, BLOCKS, SIZE))
             r, c, g = (gate.flatten(1) for gate in gates.chunk(3, dim=2))
             h = h + torch.sigmoid(g - 1) * (torch.tanh(torch.sigmoid(r) * c) - h)
             outputs.append(h)
