@@ -18,7 +18,7 @@ $(VENV)/.installed: new-venv
 endif
 
 .DEFAULT_GOAL := train
-.PHONY: train test test-all parity tpu-compile lint bench bench-quick new-venv
+.PHONY: train test test-all parity tpu-compile lint bench bench-quick release-check new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -75,3 +75,6 @@ $(VENV)/.benchmarks: $(VENV)/.installed
 $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
+
+release-check:
+	$(PYTHON) tests/release_check.py $(ARGS)
