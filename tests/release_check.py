@@ -166,11 +166,12 @@ def main() -> int:
     [oldest] = re.findall(r"jax>=([\d.]+)", "\n".join(project["dependencies"]))
     parser.add_argument("--python", choices=versions, help="try this Python alone")
     parser.add_argument("--jax", choices=("oldest", "newest"), help="try this JAX alone")
+    parser.add_argument("--out", type=Path, help="keep the distributions in this new folder")
     options = parser.parse_args()
 
     failed = False
-    with tempfile.TemporaryDirectory() as out:
-        sdist, wheel = build(Path(out))
+    with tempfile.TemporaryDirectory() as folder:
+        sdist, wheel = build(options.out or Path(folder))
         print(f"{sdist.name} and {wheel.name} have the right contents, and their metadata renders")
         tried = {
             "oldest": (sdist, f"jax=={oldest}", f"jaxlib=={oldest}"),
