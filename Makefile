@@ -18,7 +18,7 @@ $(VENV)/.installed: new-venv
 endif
 
 .DEFAULT_GOAL := train
-.PHONY: train test test-all parity tpu-compile lint bench bench-quick release-check new-venv
+.PHONY: train test test-all parity tpu-compile lint bench bench-quick new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -76,5 +76,6 @@ $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
 
+.PHONY: release-check
 release-check:
 	$(PYTHON) tests/release_check.py $(ARGS)
