@@ -85,3 +85,7 @@ $(VENV)/.benchmarks: $(VENV)/.installed
 $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
+
+.PHONY: release-check
+release-check:
+	$(PYTHON) tests/release_check.py $(ARGS)
