@@ -32,7 +32,7 @@ PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "16x16")
 SCHEMA = 1
-"""The version of the JSON; `docs/tpu-compile.md` describes it."""
+"""The version of the JSON; `docs/design/tpu_compile.md` describes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Arguments:
     rows: int | None = None
     """Rows of a batch on each chip; by default as many as the preset's batch has."""
     json: Path | None = None
-    """Write the figures to this file, too (docs/tpu-compile.md)."""
+    """Write the figures to this file, too (docs/design/tpu_compile.md)."""
 
 
 def programs(arguments: Arguments) -> Iterator[Program]:
