@@ -1,4 +1,4 @@
-"""`python -m train.convert`: a checkpoint in the layout of another package."""
+"""`python -m train.convert`: the weights of a checkpoint or a run in another package's layout."""
 
 if __name__ == "__main__":
     from twinscan.command_line import run_module
@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import numpy as np
 import tyro
+from flax import nnx
 
 from jax_models import load_pretrained
 from jax_models.options import CheckedFields
@@ -21,7 +23,11 @@ from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_objec
 from jax_models.weights.stored import StoredArray
 from jax_models.weights.transfer import stored_weights
 from train.files import whole
-from train.pretrained import faults_of_checkpoint
+from train.initial import is_run
+from train.mesh import no_mesh
+from train.pretrained import TOKENIZER, faults_of_checkpoint
+from train.run import Run
+from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m train.convert"
@@ -30,7 +36,7 @@ MOST = 5 * 10**9
 ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"
 INDEX = "model.safetensors.index.json"
 BESIDE = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,27 +48,36 @@ BESIDE = (
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(CheckedFields):
-    """Write a checkpoint in the layout of another package, or in another dtype."""
+    """Write the weights of a checkpoint or a run in another package's layout, or another dtype."""
 
     source: Annotated[Path, tyro.conf.arg(name="from")]
-    """The checkpoint: a file or a folder, as `generate --weights` takes it."""
+    """The checkpoint, as `generate --weights` takes it, or the folder of a run."""
     to: Path
     """The new file (.safetensors, .pth) or the new folder to write. In transformers' layout, the
     folder also gets a config.json."""
     layout: str | None = None
-    """The layout to write, one of those in docs/weights.md. By default, the model's first."""
+    """The layout to write, one of those in the docstring of the model's class. By default, the
+    model's first."""
     param_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None
     """The dtype of the written weights. By default, they keep their own."""
 
 
+@no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Converts a checkpoint and prints the result."""
+    """Converts a checkpoint or a run and prints the result."""
     arguments = parse(Arguments, args, prog=prog)
     source, target = arguments.source, arguments.to
     if target.exists() or target.is_symlink():
         raise CommandLineError(f"--to: {target} exists; choose a new file or folder")
-    with faults_of_checkpoint(source):
-        model = load_pretrained(source, param_dtype=arguments.param_dtype)
+    tokenizer = None
+    if is_run(source):
+        run = Run.open(source)
+        model = with_param_dtype(run.model(), arguments.param_dtype)
+        if isinstance(run.vocabulary, Subwords):
+            tokenizer = run.vocabulary.definition
+    else:
+        with faults_of_checkpoint(source):
+            model = load_pretrained(source, param_dtype=arguments.param_dtype)
     layout = arguments.layout or next(iter(model.torch_layouts()))
     try:
         weights = stored_weights(model, layout)
@@ -79,8 +94,18 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir(parents=True)
             write_folder(partial, weights, config, source)
+            if tokenizer is not None:
+                (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
     size = sum(array.dtype.itemsize * int(np.prod(array.shape)) for array in weights.values())
     print(f"{target}: {type(model).__name__} in layout {layout}, {size / 1e6:,.1f} MB")
+
+
+def with_param_dtype(model: nnx.Module, dtype: str | None) -> nnx.Module:
+    """The model with its parameters in a dtype; None keeps their own."""
+    if dtype is not None:
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda array: array.astype(dtype), params))
+    return model
 
 
 def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:

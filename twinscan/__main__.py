@@ -9,7 +9,7 @@ from twinscan.interrupted import exit_at_once
 COMMANDS = {
     "train": ("train.__main__", "train a language model on a text"),
     "generate": ("train.generate", "continue a prompt with a run's model"),
-    "convert": ("train.convert", "write a checkpoint in the layout of another package"),
+    "convert": ("train.convert", "write a checkpoint or a run in the layout of another package"),
     "evaluate": ("train.evaluate", "compute the loss of a run's model on a text"),
     "export": ("train.export", "write a run's weights for its PyTorch twin"),
     "parity": ("parity_tests.report.command", "compare every JAX layer with its PyTorch twin"),

@@ -84,7 +84,10 @@ class HippogriffLanguageModelConfig(StackConfig):
     kernel_size: int | None = 4
     """Number of taps of the causal convolution. None: no convolution."""
     version: Version = "0.0.2"
-    """The version of hippogriff. In 0.0.3 the attention of a block comes before the recurrence."""
+    """The version of hippogriff, which the keys determine (`hawk` in 0.0.2, `time` in 0.0.3). In
+    0.0.3, the attention of a block comes before the recurrence, and the scale of the decay is
+    stored as `alpha_log_scale`.
+    """
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -112,7 +115,10 @@ class HippogriffLanguageModel(LanguageModel):
         logits = norm(blocks(E[tokens])) Eᵀ
 
     The size of the state is bounded: a block carries the state of its recurrence, and the keys and
-    values of a window.
+    values of a window. hippogriff 0.0.2 passes its window to FlashAttention with a minus sign,
+    which FlashAttention 2 takes for no window. To get the numbers of a model that was trained this
+    way beyond 513 steps, set a `window` as long as the text. The norms have no ε: with an input of
+    zeros, hippogriff returns NaN, and the output here is zero.
 
     Args:
         config: the sizes. `HippogriffLanguageModelConfig.from_state_dict` reads them from a

@@ -105,15 +105,15 @@ class HyenaDNALanguageModelConfig(StackConfig):
     omega: float = 10.0
     """Initial frequency of the filter network's sines."""
     shift: float = 0.05
-    """The value to which the filters' windows decay."""
+    """The value to which the filters' windows decay: 0.05 in HyenaDNA, by default 0 in safari."""
     kernel_size: int = 3
-    """Number of taps of the short convolutions."""
+    """Number of taps of the short convolutions: safari's `short_filter_order`."""
     modulate: bool = True
     """Whether the filters' windows are applied."""
     normalized: bool = False
     """Whether the filter network's outputs at a step are divided by their L1 norm."""
     filter_bias: bool = True
-    """Whether each long convolution adds its input, scaled by a trained bias."""
+    """Whether each long convolution adds its input, scaled by a trained bias: safari's `bias`."""
     activation: MixerActivation = "identity"
     """The activation before the output projection of each Hyena operator."""
     tied_head: bool = True
@@ -153,7 +153,14 @@ class HyenaDNALanguageModel(LanguageModel):
     `hyena-dna-file` (the same in safetensors, which store shared tensors once). With a head, which
     may be tied to the embedding: `safari` (safari's language models, and those that HyenaDNA's
     repository trains), `hyena-dna-hf` (the port to transformers), `hyena-dna-hf-file` (the same in
-    safetensors, without the key of a tied head) and `hyena-dna-hf-file-with-head`.
+    safetensors, without the key of a tied head) and `hyena-dna-hf-file-with-head`. In files of
+    safari's training program, `model.` precedes each key (`safari-lightning`). Models with
+    `checkpoint_mixer` and `checkpoint_mlp`, such as the longest published ones, have keys with
+    `mixer.layer` and `mlp.layer` (`safari-checkpointed`, `safari-lightning-checkpointed`).
+
+    From order 3 on, safari numbers the features of its filters feature by feature, and the
+    standalone file filter by filter, under the same keys and shapes. If a file of safari has no
+    `lm_head.weight`, name the layout: `from_torch(model, weights, "safari")`.
 
     """
 

@@ -86,7 +86,8 @@ class RWKV7LanguageModel(LanguageModel):
         config: the sizes; `RWKV7LanguageModelConfig.from_state_dict` reads them from a checkpoint.
         **options: as for every layer. Parameters are initialized as in RWKV-7.
 
-    Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-7), `fla` (flash-linear-attention).
+    Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-7), `fla` (flash-linear-attention, whose
+    `g_norm` must have ε = 64e-5; its configuration gives this only with heads of size 64).
 
     """
 

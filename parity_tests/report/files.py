@@ -28,7 +28,7 @@ class Files:
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Run only the cases whose names contain this; may be given several times."""
     json: Path | None = None
-    """Write the measurements to this file, too (docs/parity-report.md)."""
+    """Write the measurements to this file, too (docs/design/parity_report.md)."""
     html: Path | None = None
     """Write them as a page to look at, too, which needs no network."""
     compare: Path | None = None

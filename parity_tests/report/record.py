@@ -14,7 +14,7 @@ from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
 
 SCHEMA = 2
-"""The version of the JSON format, which `docs/parity-report.md` describes."""
+"""The version of the JSON format, which `docs/design/parity_report.md` describes."""
 
 ERROR_KEYS = {
     "torch_error": "torch",

@@ -54,7 +54,6 @@ def convert(*args):
 
 
 def test_there_and_back_bit_for_bit(folder, capsys):
-    """Uses the commands in docs/weights.md."""
     convert("--from", folder, "--to", "d.safetensors", "--layout", "deepmind")
     assert (
         capsys.readouterr().out

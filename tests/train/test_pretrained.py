@@ -21,10 +21,11 @@ from jax_models import (
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
     generate,
+    load_pretrained,
     to_torch,
 )
+from train import convert, published_vocabulary
 from train import generate as command
-from train import published_vocabulary
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
 from train.run import Run
@@ -69,7 +70,7 @@ def test_the_pieces_of_the_world_vocabulary(world):
 
 
 def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
-    """Runs the command in docs/weights.md."""
+    """Runs a command like the one in docs/guides/pretrained.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
     save_pth(model, "RWKV-x070-World-0.1B.pth")
@@ -93,7 +94,7 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
-    """Runs the command in docs/weights.md."""
+    """Runs a command like the one in docs/guides/pretrained.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
     save_pth(model, "hyenadna.pth")
@@ -167,7 +168,7 @@ def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
 
 
 def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
-    """Runs the command in docs/weights.md, which stops at the first token that ends a text."""
+    """The command stops at the first token that ends a text."""
     read = read_model(Path("recurrentgemma-2b"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
     assert [*tokens_of(read, Path("recurrentgemma-2b")).encode("a b")] == [2, 4, 5]
@@ -181,6 +182,24 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
         end = min(numbers.index(token) for token in (3, 11) if token in numbers)
         text = " ".join(WORDS[token] for token in numbers[:end])
         assert capsys.readouterr().out.removeprefix("a b").strip() == text
+
+
+@pytest.mark.usefixtures("unreported")
+def test_a_tuned_checkpoint_becomes_a_folder_of_transformers(recurrent_gemma):
+    Path("a.txt").write_text("a b c " * 40)
+    sizes = ["--num-steps", "1", "--batch-size", "2", "--window", "4", "--eval-batches", "1"]
+    run = Path("runs/a")
+    train_command.main([
+        *["--init", "recurrentgemma-2b", "--text", "a.txt", "--out", str(run)], *sizes,
+    ])  # fmt: skip
+    convert.main(["--from", str(run), "--to", "tuned", "--param-dtype", "bfloat16"])
+    tuned = load_pretrained("tuned")
+    assert tuned.config == recurrent_gemma.config
+    weights = to_torch(tuned)
+    for key, array in to_torch(Run.open(run).model()).items():
+        assert weights[key].tobytes() == array.astype(jnp.bfloat16).tobytes(), key
+    tokenizers = [Path(folder, "tokenizer.json") for folder in ("recurrentgemma-2b", "tuned")]
+    assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
 @pytest.mark.parametrize(
