@@ -1,9 +1,6 @@
 """The blocks of Python in the README and on the pages of docs/ run, and links lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -79,21 +76,6 @@ def test_the_runner_of_blocks(tmp_path):
         blocks(" ```python\n1\n ```\n")
 
 
-@pytest.mark.slow
-def test_the_blocks_on_sharding_run_on_eight_devices():
-    """Runs in another process, because the number of devices must be set before JAX starts."""
-    page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
-    codes = [block.code for block in blocks(page) if "jax.export" not in block.code]
-    code = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n' + "\n".join(codes)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    comments = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(codes), flags=re.MULTILINE)
-    assert done.stdout.splitlines() == comments
-
-
 def test_the_readme_shows_what_training_prints(capsys, tmp_path):
     """The numbers may differ."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,12 +96,12 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_pages_name_every_architecture():
-    """The README and the page on training name presets, the page on weights names families."""
+    """The README and the page on training name presets, the page on pretrained models names families."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     presets = pages["README.md"] + pages["training.md"]
     assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}
     known = {config.family for config in architectures() if config.marks or config.model_types}
-    [table] = re.findall(r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)", pages["weights.md"], re.MULTILINE)
+    [table] = re.findall(r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)", pages["pretrained.md"], re.MULTILINE)
     assert known == {
         name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")
     }
