@@ -96,12 +96,13 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_pages_name_every_architecture():
-    """The README and the page on training name presets, the page on pretrained models names families."""
+    """The README and training.md name presets, pretrained.md names families."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     presets = pages["README.md"] + pages["training.md"]
     assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}
     known = {config.family for config in architectures() if config.marks or config.model_types}
-    [table] = re.findall(r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)", pages["pretrained.md"], re.MULTILINE)
+    rows = r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)"
+    [table] = re.findall(rows, pages["pretrained.md"], re.MULTILINE)
     assert known == {
         name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")
     }
