@@ -59,6 +59,14 @@ def test_an_equation_in_latex():
     assert not equations.is_equation("    >>> y = layer(x)\n")
 
 
+def test_every_equation_is_typeset(api):
+    mathml = pytest.importorskip("docutils.utils.math.latex2mathml")
+    equations = re.findall(r"```{math}\n(.*?)\n```", "".join(api.values()))
+    assert len(equations) > 60
+    for equation in equations:
+        mathml.tex2mathml(equation, as_block=True)
+
+
 def test_the_navigation_has_every_page_once_and_finds_new_guides():
     places = [*pages.sources(), "guides/zebra.md", "guides/your_own.md", "guides/from_lstm.md"]
     parts = pages.navigation(dict.fromkeys(places))
