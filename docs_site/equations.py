@@ -12,9 +12,10 @@ import textwrap
 import unicodedata
 
 SYMBOLS = {
-    "⊙": r"\odot", "·": r"\cdot", "×": r"\times", "−": "-", "∗": r"\ast", "*": r"\ast", "⋆": r"\star",
-    "←": r"\leftarrow", "→": r"\to", "≤": r"\le", "≥": r"\ge", "≠": r"\ne", "∂": r"\partial", "∞": r"\infty",
-    "Σ": r"\sum", "Π": r"\prod", "…": r"\ldots", "‖": r"\|", "±": r"\pm", "∈": r"\in",
+    "⊙": r"\odot", "·": r"\cdot", "×": r"\times", "−": "-", "∗": r"\ast", "*": r"\ast",
+    "⋆": r"\star", "←": r"\leftarrow", "→": r"\to", "≤": r"\le", "≥": r"\ge", "≠": r"\ne",
+    "∂": r"\partial", "∞": r"\infty", "Σ": r"\sum", "Π": r"\prod", "…": r"\ldots",
+    "‖": r"\|", "±": r"\pm", "∈": r"\in",
     "{": r"\{", "}": r"\}", "%": r"\%", "#": r"\#", "&": r"\&",
     "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "ε": r"\varepsilon",
     "θ": r"\theta", "κ": r"\kappa", "λ": r"\lambda", "μ": r"\mu", "σ": r"\sigma", "φ": r"\varphi",

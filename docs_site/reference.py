@@ -184,7 +184,8 @@ def pages() -> dict[str, str]:
             title, [INTRODUCTIONS[group], "", "| | |", "|---|---|", *rows], stems
         )
     found["reference/command_line.md"] = _command_line()
-    parts = [
+    parts = ["All public names of the packages, as their docstrings describe them.", ""]
+    parts += [
         f"- [{title}]({group}/index.md): {_plain(INTRODUCTIONS[group])}"
         for group, (title, _) in GROUPS.items()
     ]
