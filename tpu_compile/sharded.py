@@ -1,6 +1,5 @@
 """Training steps that are too large for one chip, and checks of their collectives."""
 
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -54,15 +53,14 @@ LONG_SEQUENCES = TrainConfig(
     dtype="bfloat16",
 )
 """One row of a million tokens on 16 chips."""
-HYBRID = TrainConfig(
-    optimizer=OptimizerConfig(clip_norm=1.0),
-    mesh=MeshConfig(data=4, model=4, fully_sharded=True),
-    batch_size=16,
-    window=2048,
-    dtype="bfloat16",
-)
-QWEN = dataclasses.replace(
-    HYBRID,
+ON_16_CHIPS: dict[str, Any] = {
+    "optimizer": OptimizerConfig(clip_norm=1.0),
+    "mesh": MeshConfig(data=4, model=4, fully_sharded=True),
+    "batch_size": 16,
+    "window": 2048,
+    "dtype": "bfloat16",
+}
+QWEN = TrainConfig(
     model=Qwen35LanguageModelConfig(
         vocab_size=248_320,
         features=1024,
@@ -77,10 +75,10 @@ QWEN = dataclasses.replace(
         value_features=128,
         remat="full",
     ),
+    **ON_16_CHIPS,
 )
 """Qwen3.5-0.8B on 16 chips. As for all hybrids, its head is the token embedding."""
-LFM2 = dataclasses.replace(
-    HYBRID,
+LFM2 = TrainConfig(
     model=LFM2LanguageModelConfig(
         vocab_size=65_536,
         features=1024,
@@ -93,6 +91,7 @@ LFM2 = dataclasses.replace(
         num_kv_heads=8,
         remat="full",
     ),
+    **ON_16_CHIPS,
 )
 """LFM2-350M on 16 chips."""
 PADDING = 0.01

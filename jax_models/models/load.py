@@ -106,7 +106,7 @@ def load_pretrained(
     weights = without_other_parts(known, weights)
     if param_dtype is None:
         others = [w for key, w in weights.items() if not key.endswith(known.float32_keys)]
-        param_dtype = _widest(others, jnp.float32)
+        param_dtype = _widest(others)
     else:
         weights = cast(weights, param_dtype)
     if dtype is None and param_dtype == jnp.float16:
@@ -114,10 +114,11 @@ def load_pretrained(
     return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
-def _widest(weights: Iterable[Any], default: Any) -> Any:
-    """The dtype that holds all floating weights exactly, or a default if there are none."""
+def _widest(weights: Iterable[Any]) -> Any:
+    """The dtype that holds all floating weights exactly; float32 if there are none."""
     dtypes = {dtype_of(each) for each in weights if is_floating(each)}
-    return functools.reduce(jnp.promote_types, dtypes) if dtypes else default
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
 
 
 def without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def loaded(
     for path, param in params.items():
         like = param.get_value()
         own = [weights[k] for k in keys.get(path, ()) if k in weights and k.endswith(wide)]
-        dtype = jnp.promote_types(like.dtype, _widest(own, like.dtype))
+        dtype = _widest([like, *own])
         place = like.sharding if sharding is None else sharding(path, like.shape)
         if sharding is not None or dtype != like.dtype:
             param.set_value(jax.ShapeDtypeStruct(like.shape, dtype, sharding=place))

@@ -270,7 +270,7 @@ def quantized(dtype: str, *scales: str):
 BAD_FOLDERS = [
     ({"model_type": "a_moe", "architectures": ["AMoe"]}, None, "got AMoe, a mixture of experts$"),
     ({"num_experts": 8}, None, "num_experts: expected none"),
-    ({"model_type": "qwen3_5_vision"}, None, "got qwen3_5_vision$"),
+    ({"model_type": "qwen3_5_vision", "architectures": None}, None, "got qwen3_5_vision$"),
     ({"layer_types": ["mamba", FULL]}, None, "layer_types: expected some of .*mamba"),
     ({"rope_parameters": {"rope_type": "yarn"}}, None, "rope_type: expected default, got yarn"),
     ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
@@ -283,8 +283,9 @@ BAD_FOLDERS = [
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
 def test_every_command_refuses_a_folder_in_one_line(name, fields, change, message, tmp_path):
-    folder, out = tmp_path / "hf", str(tmp_path / "out")
+    folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")
     folder.mkdir()
+    text.write_text("a few words " * 100)
     folder_of(MODELS[name], folder, "hf-file", **fields)
     if change is not None:
         change(folder)
@@ -292,7 +293,7 @@ def test_every_command_refuses_a_folder_in_one_line(name, fields, change, messag
     for main, args in (
         (generate.main, ["--weights", given, "--prompt-tokens", "1"]),
         (convert.main, ["--from", given, "--to", out]),
-        (train_command.main, ["--init", given, "--text", __file__, "--out", out]),
+        (train_command.main, ["--init", given, "--text", str(text), "--out", out]),
     ):
         with pytest.raises(CommandLineError, match=message) as error:
             main(args)

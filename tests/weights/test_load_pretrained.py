@@ -313,7 +313,7 @@ def test_little_more_than_the_model_is_in_memory(form, small, large, layout, dty
     """
     paths, sizes = [], []
     for name, config in {"small": small, "large": large}.items():
-        model = nnx.eval_shape(partial(config.build, param_dtype=dtype, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(partial(build, config, param_dtype=dtype))
         nnx.update(model, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), nnx.state(model)))
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config.to_hf()))
