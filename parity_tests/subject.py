@@ -134,6 +134,9 @@ def assert_same_gradients(actual, expected, what: str) -> None:
     A gradient that is zero but for rounding errors, such as that of attention's key bias, is
     compared relative to the largest one.
     """
-    trees = [dict(jax.tree.leaves_with_path(tree)) for tree in (actual, expected)]
-    for path, error in relative_errors(*trees, negligible=True).items():
-        assert error <= FLOAT64, f"{what}: {jax.tree_util.keystr(path)} differs by {error}"
+    found, exact = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (actual, expected)
+    )
+    for path, error in relative_errors(found, exact, negligible=True).items():
+        assert error <= FLOAT64, f"{what}: {path} differs by {error}"
