@@ -116,13 +116,13 @@ class _Parser:
                 while self.at < len(self.tokens) and self.tokens[self.at][0] == "script":
                     sign += self.next()
             return sign
-        depth = 0
-        for end in range(self.at, len(self.tokens)):
-            depth += (self.tokens[end][1] == opening) - (self.tokens[end][1] == closing)
-            if depth == 0:
-                break
-        inside = "".join(text for _, text in self.tokens[self.at + 1 : end])
-        self.at = end + 1
+        start, depth = self.at + 1, 1
+        while depth:
+            self.at += 1
+            text = self.tokens[self.at][1]
+            depth += (text == opening) - (text == closing)
+        inside = "".join(text for _, text in self.tokens[start : self.at])
+        self.at += 1
         return _Parser(inside).all()
 
     def beside_word(self) -> bool:

@@ -293,7 +293,7 @@ def _signature(function: Any, *, skip: bool = False) -> str:
         node.args.args = node.args.args[1:]
     for each in ast.walk(node):
         if isinstance(each, ast.arg) and isinstance(each.annotation, ast.Constant):
-            each.annotation = ast.parse(each.annotation.value, mode="eval").body
+            each.annotation = ast.parse(str(each.annotation.value), mode="eval").body
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"({ast.unparse(node.args)}){returns}"
 
