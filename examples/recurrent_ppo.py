@@ -2,7 +2,7 @@
 
     python examples/recurrent_ppo.py
 
-An agent walks through a corridor of 10 to 20 steps and sees a sign, −1 or 1, on its first step.
+An agent walks through a corridor of 4 to 10 steps and sees a sign, −1 or 1, on its first step.
 At the end it must turn to that side: the reward is 1 if it does, and −1 if not. The feed-forward
 policy is the same network, but its state is reset at every step, so on average it earns nothing.
 """
@@ -21,7 +21,7 @@ ENVS, STEPS, EPOCHS, DISCOUNT, GAE_LAMBDA, CLIP = 128, 32, 4, 0.99, 0.95, 0.2
 def new_episodes(key):
     """Returns the sign, the steps left, and whether the next observation is an episode's first."""
     signs = jax.random.rademacher(key, (ENVS,), float)
-    return signs, jax.random.randint(key, (ENVS,), 9, 20), jnp.ones(ENVS, bool)
+    return signs, jax.random.randint(key, (ENVS,), 3, 10), jnp.ones(ENVS, bool)
 
 
 def env_step(key, env, action):
@@ -71,7 +71,7 @@ def train_step(policy: Policy, optimizer: nnx.Optimizer, start, keys):
     return end, reward.sum() / done.sum()
 
 
-def main(iterations: int = 100):
+def main(iterations: int = 150):
     for name in ("GRU", "feed-forward"):
         policy, rewards = Policy(memory=name == "GRU", rngs=nnx.Rngs(0)), []
         optimizer = nnx.Optimizer(policy, optax.adam(3e-3), wrt=nnx.Param)

@@ -35,13 +35,13 @@ def check_page(name: str, printed: str) -> None:
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch, standard_promotion, capsys):
+def example(tmp_path, monkeypatch, standard_promotion, capfd):
     """Runs the `main` of an example in an empty folder, and returns what it prints."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, **arguments) -> str:
         runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](**arguments)
-        printed = capsys.readouterr().out
+        printed = capfd.readouterr().out
         check_page(name, printed)
         return printed
 
