@@ -128,7 +128,7 @@ def parameter_faults(
 
     Along the batch axes, each parameter should be gathered once and each gradient reduced once, and
     a chip should handle only its part along `model`. Along `model`, no parameter or gradient may be
-    gathered. XLA may divide parameters over `model` that the layers leave whole.
+    gathered. XLA may divide parameters that the layers leave whole.
     """
     # No array that is exchanged over `model` may have the size of a parameter.
     trainer = build_trainer(config, devices=chips, abstract=True)
@@ -227,23 +227,24 @@ def _count_numbers(collectives: Iterable[Collective]) -> int:
     return sum(math.prod(array.shape) for each in collectives for array in each.results)
 
 
-def _sizes_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> tuple[float, int]:
+def _sizes_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> tuple[int, int]:
     """The number of elements on one chip along `model`, of the parameters whose spec `counts`.
 
-    The first number is that if `model` divided all of them, the second if it divides no more than
-    the layers declare.
+    The first number is without the parameters that the layers leave whole, which XLA may divide and
+    exchange in another way. The second number is with them.
     """
     model = trainer.mesh.shape[MODEL]
-    counted = [
-        (param.size, MODEL in trainer.specs[path])
-        for path, param in leaves_by_path(trainer.initial_params).items()
-        if counts(trainer.specs[path])
-    ]
-    least = sum(size for size, _ in counted) / model
-    return least, sum(size // (model if divided else 1) for size, divided in counted)
+    divided, whole = 0, 0
+    for path, param in leaves_by_path(trainer.initial_params).items():
+        spec = trainer.specs[path]
+        if counts(spec) and (MODEL in spec or model == 1):
+            divided += param.size // model
+        elif counts(spec):
+            whole += param.size
+    return divided, divided + whole
 
 
-def _is_within(number: int, least: float, most: int) -> bool:
+def _is_within(number: int, least: int, most: int) -> bool:
     return (1 - PADDING) * least <= number <= (1 + PADDING) * most
 
 
