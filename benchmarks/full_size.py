@@ -107,12 +107,12 @@ def write_model(config: str, fields: dict[str, Any], folder: Path) -> tuple[np.n
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
+                parameter.data = parameter.float()
             if parameter.ndim > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
-                parameter.data = parameter.float()
         model.save_pretrained(folder, max_shard_size=SHARD)
         tokens = torch.tensor(TOKENS)
         return model(tokens).logits.float().numpy(), model.float()(tokens).logits.numpy()

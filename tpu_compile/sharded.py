@@ -128,7 +128,7 @@ def parameter_faults(
 
     Along the batch axes, each parameter should be gathered once and each gradient reduced once, and
     a chip should handle only its part along `model`. Along `model`, no parameter or gradient may be
-    gathered. XLA may reduce the gradient of a parameter that `model` does not divide in parts.
+    gathered. XLA may divide parameters that the layers leave whole.
     """
     # No array that is exchanged over `model` may have the size of a parameter.
     trainer = build_trainer(config, devices=chips, abstract=True)
@@ -138,10 +138,12 @@ def parameter_faults(
             if path := whole.get(_sizes(array.shape)):
                 yield f"{each.kind} of {_described(array)} over model, the size of {path}"
     yield from _gradient_faults(trainer, found)
-    parts = _size_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
+    parts = _sizes_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
     gathered = _count_numbers(_along_batch_axes(trainer, found, "all-gather"))
-    if not _is_near(gathered, parts):
-        yield f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts:,}"
+    if not _is_within(gathered, *parts):
+        yield (
+            f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts[1]:,}"
+        )
 
 
 def time_faults(
@@ -171,10 +173,11 @@ REDUCING = ("all-reduce", "reduce-scatter")
 
 def _gradient_faults(trainer: Trainer, found: Sequence[Collective]) -> Iterator[str]:
     reduced = _count_numbers(_along_batch_axes(trainer, found, *REDUCING))
-    gradients = _size_on_chip(trainer, lambda _: True)
-    least = sum(x.size for x in jax.tree.leaves(trainer.initial_params)) / trainer.mesh.shape[MODEL]
-    if not (1 - PADDING) * least <= reduced <= (1 + PADDING) * gradients:
-        yield f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients:,}"
+    gradients = _sizes_on_chip(trainer, lambda _: True)
+    if not _is_within(reduced, *gradients):
+        yield (
+            f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients[1]:,}"
+        )
 
 
 def _paths_by_size(trainer: Trainer) -> dict[tuple[int, ...], str]:
@@ -224,18 +227,25 @@ def _count_numbers(collectives: Iterable[Collective]) -> int:
     return sum(math.prod(array.shape) for each in collectives for array in each.results)
 
 
-def _size_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> int:
-    """The number of elements on one chip along `model`, of the parameters whose spec `counts`."""
+def _sizes_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> tuple[int, int]:
+    """The number of elements on one chip along `model`, of the parameters whose spec `counts`.
+
+    The first number is without the parameters that the layers leave whole, which XLA may divide and
+    exchange in another way. The second number is with them.
+    """
     model = trainer.mesh.shape[MODEL]
-    return sum(
-        param.size // (model if MODEL in trainer.specs[path] else 1)
-        for path, param in leaves_by_path(trainer.initial_params).items()
-        if counts(trainer.specs[path])
-    )
+    divided, whole = 0, 0
+    for path, param in leaves_by_path(trainer.initial_params).items():
+        spec = trainer.specs[path]
+        if counts(spec) and (MODEL in spec or model == 1):
+            divided += param.size // model
+        elif counts(spec):
+            whole += param.size
+    return divided, divided + whole
 
 
-def _is_near(number: int, expected: int) -> bool:
-    return abs(number - expected) <= PADDING * expected
+def _is_within(number: int, least: int, most: int) -> bool:
+    return (1 - PADDING) * least <= number <= (1 + PADDING) * most
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -40,8 +40,9 @@ class Attention(Problem):
 
     def mask(self) -> np.ndarray:
         """Whether a step (row) sees a key (column)."""
-        causal = np.tri(self.time, dtype=bool)
-        return causal if self.window is None else causal & ~np.tri(self.time, k=-self.window)
+        steps = np.arange(self.time)
+        past = steps[:, None] - steps
+        return (past >= 0) & (past < (self.window or self.time))
 
     def arrays(self):
         """q, k and v, each (batch, time, heads, features of a head)."""
