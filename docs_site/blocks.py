@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -24,13 +23,6 @@ ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-NEEDED = {
-    "flatbuffers": ".serialize()",
-    "keras": "import keras",
-    "onnx": "import onnx",
-    "silero_vad": '("silero-vad")',
-}
-"""Optional packages, and the text by which a page shows that it needs one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +76,6 @@ def _without_numbers(line: str) -> str:
     return " ".join(re.sub(r"-?\d[\d.,]*(e[-+]\d+)?", "0", line).split())
 
 
-def missing_packages(page: str) -> list[str]:
-    """The optional packages that a page needs and that are not installed."""
-    return [name for name, sign in NEEDED.items() if sign in page and find_spec(name) is None]
-
-
 def run(page: Path, folder: Path) -> list[Output]:
     """Runs the blocks of a page in another process, in an empty folder.
 
@@ -97,7 +84,8 @@ def run(page: Path, folder: Path) -> list[Output]:
         folder: where to save figures.
 
     Raises:
-        RuntimeError: a block fails. The message ends with its traceback.
+        RuntimeError: a block fails, and the message ends with its traceback; or a block does not
+            print what the page shows.
 
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
@@ -115,7 +103,12 @@ def run(page: Path, folder: Path) -> list[Output]:
     if done.returncode:
         raise RuntimeError(f"{page}: a block fails\n{done.stderr[-4000:]}")
     outputs = json.loads((folder / f"{page.stem}.json").read_text(encoding="utf-8"))
-    return [Output(**fields) for fields in outputs]
+    outputs = [Output(**fields) for fields in outputs]
+    for block, output in zip(blocks(page.read_text(encoding="utf-8")), outputs, strict=True):
+        line = None if block.shown is None else differs(block.shown, output.text)
+        if line is not None:
+            raise RuntimeError(f"{page}: {line!r} is shown, but the block prints\n{output.text}")
+    return outputs
 
 
 def _run_here(page: Path, folder: Path) -> None:
