@@ -126,7 +126,7 @@ def load_and_generate(small: Path, folder: Path) -> dict[str, Any]:
 
     load_pretrained(small)
     before, start = reset_peak(), time.perf_counter()
-    model = load_pretrained(folder)
+    model: Any = load_pretrained(folder)
     seconds, used = time.perf_counter() - start, memory("VmHWM") - before
     tokens = generate(model, TOKENS[:, :9], NEW_TOKENS, key=jax.random.key(0), temperature=0)
     return {

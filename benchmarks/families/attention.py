@@ -125,15 +125,13 @@ def torch_sdpa(problem: Attention):
     """The `scaled_dot_product_attention` of torch."""
     import torch
 
-    if problem.window is None:
-        options = {"is_causal": True}
-    else:  # torch knows no windows
-        options = {"attn_mask": torch.tensor(problem.mask())}
+    # torch knows no windows, so it gets a mask.
+    mask = None if problem.window is None else torch.tensor(problem.mask())
 
     def causal(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, enable_gqa=problem.kv_heads is not None, **options
+            q, k, v, mask, is_causal=mask is None, enable_gqa=problem.kv_heads is not None
         )
         return y.transpose(1, 2)
 
