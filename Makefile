@@ -18,7 +18,7 @@ $(VENV)/.installed: new-venv
 endif
 
 .DEFAULT_GOAL := train
-.PHONY: train test test-all parity tpu-compile lint bench bench-quick new-venv
+.PHONY: train test test-all parity tpu-compile lint docs docs-serve bench bench-quick new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -42,7 +42,13 @@ bench: $(VENV)/.benchmarks $(VENV)/.without-dependencies
 bench-quick: $(VENV)/.benchmarks $(VENV)/.without-dependencies
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 
-lint: $(VENV)/.linters
+docs: $(VENV)/.docs $(VENV)/.without-dependencies
+	$(BIN)/python -m docs_site $(ARGS)
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory build/docs/html
+
+lint: $(VENV)/.linters $(VENV)/.docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -56,6 +62,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.linters: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 $(VENV)/tpu/.installed: $(VENV)/.installed
@@ -75,3 +85,7 @@ $(VENV)/.benchmarks: $(VENV)/.installed
 $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
+
+.PHONY: release-check
+release-check:
+	$(PYTHON) tests/release_check.py $(ARGS)

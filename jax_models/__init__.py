@@ -63,7 +63,7 @@ from jax_models.weights.constant import *
 from jax_models.weights.files import *
 from jax_models.weights.transfer import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name for name, value in globals().items() if hasattr(value, "__module__") and name[0] != "_"
 )

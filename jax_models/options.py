@@ -100,10 +100,11 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
     return rngs
 
 
-def refuse_unused(name: str, init: Initializer | None, *, unless: bool, because: str) -> None:
-    """Raises an error if an initializer is given for a parameter that does not exist."""
-    if init is not None and not unless:
-        raise ValueError(f"{name}: expected None {because}, got an initializer")
+def refuse_unused(name: str, value: Any, *, unless: bool, because: str) -> None:
+    """Raises an error if an option is given that has no effect, such as an unused initializer."""
+    if value is not None and not unless:
+        got = "an initializer" if callable(value) else value
+        raise ValueError(f"{name}: expected None {because}, got {got}")
 
 
 def checked_path(name: str, path: Any) -> Path:

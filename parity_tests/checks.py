@@ -14,7 +14,13 @@ from jax_models import Reversed
 from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import BATCH, CASES, TIME, Mutation
-from parity_tests.subject import ALL_STEPS, NO_RESET, Subject, assert_same_tree
+from parity_tests.subject import (
+    ALL_STEPS,
+    NO_RESET,
+    Subject,
+    assert_same_gradients,
+    assert_same_tree,
+)
 from parity_tests.weight_checks import (
     optimizer_follows_the_same_trajectory,
     weights_make_the_round_trip_bit_for_bit,
@@ -212,14 +218,17 @@ def documents_in_a_row_stay_apart(subject: Subject):
 
 @check
 def a_document_is_the_same_wherever_it_is(subject: Subject):
-    """A document may follow another document or padding, or precede padding."""
+    """Its outputs, its last state and the gradients are those of the document alone.
+
+    It may follow another document or padding, precede padding, or be read in pieces and by steps.
+    """
     case, (x, length) = subject.case, subject.documents
     if not case.causal:
         return
+    document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
+    *expected, (of_params, of_x) = subject.read(lambda layer, x: layer(x), document)
 
     # Put the same document in several places, one in each row.
-    document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
-    expected = subject.call(document, None)
     behind = np.concatenate([other, document], axis=1)
     places = {"before padding": (np.concatenate([document, other], axis=1), [0], length)}
     if case.resettable:
@@ -234,10 +243,33 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
         for row, steps in enumerate(starts):
             masks["reset"][row, steps] = True
         state = case.state(batch=len(rows))
-    y, last = jax.jit(subject.layer.__call__)(np.concatenate(rows), state, **masks)
+
+    def in_rows(layer, x):
+        y, last = layer(x, state, **masks)
+        return jnp.stack([y[row, end - length : end] for row, end in enumerate(ends)]), last
+
+    y, last, (of_rows_params, of_rows) = subject.read(in_rows, np.concatenate(rows))
     for row, (place, end) in enumerate(zip(places, ends, strict=True)):
-        found = y[row : row + 1, end - length : end], subject.state_rows([row], last)
+        found = [y[row : row + 1], subject.state_rows([row], last)]
         assert_same_tree(found, expected, f"a document {place}")
+        if of_x is not None:
+            alone = np.zeros_like(of_rows[row])
+            alone[end - length : end] = of_x[0]
+            assert_same(of_rows[row], alone, f"gradient of a document {place}")
+    of_params_of_all = jax.tree.map(lambda gradient: len(rows) * gradient, of_params)
+    assert_same_gradients(of_rows_params, of_params_of_all, "gradients of documents in rows")
+
+    # Read the first part in one call, the second part step by step, and the rest in one call.
+    def in_pieces(layer, x):
+        head, state = layer(x[:, : length // 3])
+        steps = x[:, length // 3 : length // 2].swapaxes(0, 1)
+        state, middle = jax.lax.scan(lambda s, x_t: layer.step(x_t, s)[::-1], state, steps)
+        tail, state = layer(x[:, length // 2 :], state)
+        return jnp.concatenate([head, middle.swapaxes(0, 1), tail], axis=1), state
+
+    *found, gradients = subject.read(in_pieces, document)
+    assert_same_tree(found, expected, "a document in pieces")
+    assert_same_gradients(gradients, (of_params, of_x), "gradients of a document in pieces")
 
 
 @check

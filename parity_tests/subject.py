@@ -1,7 +1,9 @@
 """The subject of a check: a layer of the registry in float64, and its compiled functions."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models import BidirectionalState, LanguageModel, Reversed, state_batch_axes
-from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import FLOAT64, assert_same, relative_errors
 from parity_tests.registry import BATCH, TIME, Case
 
 ALL_STEPS = np.full(BATCH, TIME)
@@ -64,9 +66,17 @@ class Subject:
         return jax.device_get(self._masked(params, state, x, lengths, reset))
 
     def _results_and_gradients(self, params, state, x, lengths, reset):
+        return self._differentiated(
+            lambda layer, x: layer(x, state, lengths=lengths, reset=reset), params, x
+        )
+
+    def read(self, read: Callable[[Any, Any], tuple[Any, Any]], x):
+        """The results of `read(layer, x)`, and the gradients as in `results_and_gradients`."""
+        return jax.device_get(jax.jit(partial(self._differentiated, read))(self.params, x))
+
+    def _differentiated(self, read, params, x):
         def loss(params, x):
-            layer = nnx.merge(self._graphdef, params, self._rest)
-            y, last = layer(x, state, lengths=lengths, reset=reset)
+            y, last = read(nnx.merge(self._graphdef, params, self._rest), x)
             floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
             return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
 
@@ -116,3 +126,17 @@ def assert_same_tree(actual, expected, what: str) -> None:
     leaves = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
     for (path, a), b in leaves:
         assert_same(a, b, f"{what}{jax.tree_util.keystr(path)}")
+
+
+def assert_same_gradients(actual, expected, what: str) -> None:
+    """Assert that two trees of gradients agree up to rounding, relative to each array.
+
+    A gradient that is zero but for rounding errors, such as that of attention's key bias, is
+    compared relative to the largest one.
+    """
+    found, exact = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (actual, expected)
+    )
+    for path, error in relative_errors(found, exact, negligible=True).items():
+        assert error <= FLOAT64, f"{what}: {path} differs by {error}"

@@ -187,6 +187,13 @@ main()
     assert run(code) == f"twinscan {importlib.metadata.version('twinscan')}\n"
 
 
+def test_the_changelog_and_the_citation_have_the_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+) \(", changelog, re.MULTILINE)[0] == jax_models.__version__
+    assert f"\nversion: {jax_models.__version__}\n" in citation
+
+
 @pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("parity", "torch")])
 def test_the_command_names_what_is_not_installed(command, extra):
     code = f"""

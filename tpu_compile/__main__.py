@@ -32,7 +32,7 @@ PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "16x16")
 SCHEMA = 1
-"""The version of the JSON; `docs/tpu-compile.md` describes it."""
+"""The version of the JSON; `docs/design/tpu_compile.md` describes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,12 @@ class Arguments:
     """Only this kind of chip; may be given several times."""
     preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
     """The preset of `python -m train` whose training step is compiled."""
+    hybrids: bool = False
+    """Compile only the training steps of Qwen3.5-0.8B and LFM2-350M, which takes minutes."""
     rows: int | None = None
     """Rows of a batch on each chip; by default as many as the preset's batch has."""
     json: Path | None = None
-    """Write the figures to this file, too (docs/tpu-compile.md)."""
+    """Write the figures to this file, too (docs/design/tpu_compile.md)."""
 
 
 def programs(arguments: Arguments) -> Iterator[Program]:
@@ -63,6 +65,11 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         parts = arguments.case
         return not parts or any(part.lower() in name.lower() for part in parts)
 
+    if arguments.hybrids:
+        yield from (
+            each for each in sharded_programs(libtpu.topology, hybrids=True) if asked_for(each.name)
+        )
+        return
     for chip in arguments.chip or CHIPS:
         one, many = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
         for name, case in CASES.items():

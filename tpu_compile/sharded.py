@@ -11,7 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_models import HawkLanguageModelConfig
+from jax_models import (
+    HawkLanguageModelConfig,
+    LFM2LanguageModelConfig,
+    Qwen35LanguageModelConfig,
+)
 from tpu_compile.hlo import Array, Collective
 from tpu_compile.libtpu import Topology
 from tpu_compile.programs import Program, lower_train_step
@@ -49,16 +53,64 @@ LONG_SEQUENCES = TrainConfig(
     dtype="bfloat16",
 )
 """One row of a million tokens on 16 chips."""
+ON_16_CHIPS: dict[str, Any] = {
+    "optimizer": OptimizerConfig(clip_norm=1.0),
+    "mesh": MeshConfig(data=4, model=4, fully_sharded=True),
+    "batch_size": 16,
+    "window": 2048,
+    "dtype": "bfloat16",
+}
+QWEN = TrainConfig(
+    model=Qwen35LanguageModelConfig(
+        vocab_size=248_320,
+        features=1024,
+        num_layers=24,
+        mlp_features=3584,
+        num_heads=8,
+        num_kv_heads=2,
+        head_features=256,
+        num_key_heads=16,
+        num_value_heads=16,
+        key_features=128,
+        value_features=128,
+        remat="full",
+    ),
+    **ON_16_CHIPS,
+)
+"""Qwen3.5-0.8B on 16 chips. As for all hybrids, its head is the token embedding."""
+LFM2 = TrainConfig(
+    model=LFM2LanguageModelConfig(
+        vocab_size=65_536,
+        features=1024,
+        num_layers=16,
+        mlp_features=4608,
+        block_types=tuple(
+            "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)
+        ),
+        num_heads=16,
+        num_kv_heads=8,
+        remat="full",
+    ),
+    **ON_16_CHIPS,
+)
+"""LFM2-350M on 16 chips."""
 PADDING = 0.01
 """The share by which the compiler may pad the arrays that the chips exchange."""
 
 
-def sharded_programs(topology: Callable[[str], Topology]) -> Iterator[Program]:
-    """Both training steps, each for the chips that it needs."""
-    for name, chips, config, faults in (
+def sharded_programs(
+    topology: Callable[[str], Topology], *, hybrids: bool = False
+) -> Iterator[Program]:
+    """The training steps of Hawk or of hybrids, each for the chips that it needs."""
+    of_hawk = (
         ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE_MODEL, parameter_faults),
         ("Hawk on a million tokens", "v5e:4x4", LONG_SEQUENCES, time_faults),
-    ):
+    )
+    of_hybrids = (
+        ("Qwen3.5-0.8B", "v5e:4x4", QWEN, parameter_faults),
+        ("LFM2-350M", "v5e:4x4", LFM2, parameter_faults),
+    )
+    for name, chips, config, faults in of_hybrids if hybrids else of_hawk:
         mesh, devices = config.mesh, topology(chips).chips
         yield Program(
             name,
@@ -76,7 +128,7 @@ def parameter_faults(
 
     Along the batch axes, each parameter should be gathered once and each gradient reduced once, and
     a chip should handle only its part along `model`. Along `model`, no parameter or gradient may be
-    gathered.
+    gathered. XLA may divide parameters that the layers leave whole.
     """
     # No array that is exchanged over `model` may have the size of a parameter.
     trainer = build_trainer(config, devices=chips, abstract=True)
@@ -86,10 +138,12 @@ def parameter_faults(
             if path := whole.get(_sizes(array.shape)):
                 yield f"{each.kind} of {_described(array)} over model, the size of {path}"
     yield from _gradient_faults(trainer, found)
-    parts = _size_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
+    parts = _sizes_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
     gathered = _count_numbers(_along_batch_axes(trainer, found, "all-gather"))
-    if not _is_near(gathered, parts):
-        yield f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts:,}"
+    if not _is_within(gathered, *parts):
+        yield (
+            f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts[1]:,}"
+        )
 
 
 def time_faults(
@@ -119,9 +173,11 @@ REDUCING = ("all-reduce", "reduce-scatter")
 
 def _gradient_faults(trainer: Trainer, found: Sequence[Collective]) -> Iterator[str]:
     reduced = _count_numbers(_along_batch_axes(trainer, found, *REDUCING))
-    gradients = _size_on_chip(trainer, lambda _: True)
-    if not _is_near(reduced, gradients):
-        yield f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients:,}"
+    gradients = _sizes_on_chip(trainer, lambda _: True)
+    if not _is_within(reduced, *gradients):
+        yield (
+            f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients[1]:,}"
+        )
 
 
 def _paths_by_size(trainer: Trainer) -> dict[tuple[int, ...], str]:
@@ -171,18 +227,25 @@ def _count_numbers(collectives: Iterable[Collective]) -> int:
     return sum(math.prod(array.shape) for each in collectives for array in each.results)
 
 
-def _size_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> int:
-    """The number of elements on one chip along `model`, of the parameters whose spec `counts`."""
+def _sizes_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> tuple[int, int]:
+    """The number of elements on one chip along `model`, of the parameters whose spec `counts`.
+
+    The first number is without the parameters that the layers leave whole, which XLA may divide and
+    exchange in another way. The second number is with them.
+    """
     model = trainer.mesh.shape[MODEL]
-    return sum(
-        param.size // (model if MODEL in trainer.specs[path] else 1)
-        for path, param in leaves_by_path(trainer.initial_params).items()
-        if counts(trainer.specs[path])
-    )
+    divided, whole = 0, 0
+    for path, param in leaves_by_path(trainer.initial_params).items():
+        spec = trainer.specs[path]
+        if counts(spec) and (MODEL in spec or model == 1):
+            divided += param.size // model
+        elif counts(spec):
+            whole += param.size
+    return divided, divided + whole
 
 
-def _is_near(number: int, expected: int) -> bool:
-    return abs(number - expected) <= PADDING * expected
+def _is_within(number: int, least: int, most: int) -> bool:
+    return (1 - PADDING) * least <= number <= (1 + PADDING) * most
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jax_models import LanguageModelConfig, from_torch
 from jax_models.entry_points import broken_packages
-from jax_models.models.architecture import ENTRY_POINTS
-from jax_models.models.load import config_of
+from jax_models.models.architecture import ENTRY_POINTS, architectures
+from jax_models.models.load import config_of, without_other_parts
 from jax_models.weights.checkpoint import open_checkpoint
 from train.digest import dtypes_and_shapes
 from train.pretrained import faults_of_checkpoint
@@ -41,7 +41,7 @@ def initialize(trainer: Trainer, path: Path) -> None:
             raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     else:
         with faults_of_checkpoint(path, FLAG):
-            weights = open_checkpoint(path).weights
+            weights = without_other_parts(model.config, open_checkpoint(path).weights)
             try:
                 params = nnx.state(from_torch(model, weights), nnx.Param)
             except ValueError as error:
@@ -55,16 +55,19 @@ def is_run(path: Path) -> bool:
 
 
 def model_config_of(path: Path) -> LanguageModelConfig | None:
-    """The config of a checkpoint's language model; None if the keys do not determine it.
+    """The config of a checkpoint's language model; None if nothing says which model it is.
 
     Raises:
-        CommandLineError: the checkpoint is missing or damaged.
+        CommandLineError: the checkpoint is missing, damaged, or that of a model that is not
+            supported.
 
     """
     with faults_of_checkpoint(path, FLAG):
         checkpoint = open_checkpoint(path)
-    try:
+        is_named = (checkpoint.config or {}).get("model_type") is not None
+        if not (is_named or any(each.recognizes(checkpoint.weights) for each in architectures())):
+            return None  # `initialize` then lists all differences from the model of the options
         config = config_of(*checkpoint)
-    except ValueError:
-        return None  # `initialize` then lists all differences from the model of the options
-    return config if isinstance(config, LanguageModelConfig) else None
+        if not isinstance(config, LanguageModelConfig):
+            raise ValueError(f"expected a language model, got a {config.family}")
+        return config

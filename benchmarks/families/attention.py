@@ -1,6 +1,7 @@
 """Causal attention."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -11,61 +12,95 @@ from jax_models.ops import attention
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Problem):
-    """Causal attention at some sizes."""
+    """Causal attention at some sizes, with grouped queries or a window on request."""
 
     batch: int
     time: int
     heads: int
     features: int
+    kv_heads: int | None = None
+    """The number of heads of the keys and values. None: as many as of the queries."""
+    window: int | None = None
+    """The number of steps that a query sees. None: all steps up to its own."""
+    rounds = 20
 
     @property
     def name(self) -> str:
         """The sizes, in a few words."""
-        return f"{self.batch} × {self.time}, {self.heads} heads of {self.features}"
+        grouped = "" if self.kv_heads is None else f", {self.kv_heads} of keys"
+        windowed = "" if self.window is None else f", window {self.window}"
+        return (
+            f"{self.batch} × {self.time}, {self.heads} heads of {self.features}{grouped}{windowed}"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of q, k, v and y."""
+        """The shape of q and y."""
         return self.batch, self.time, self.heads, self.features
+
+    def mask(self) -> np.ndarray:
+        """Whether a step (row) sees a key (column)."""
+        steps = np.arange(self.time)
+        past = steps[:, None] - steps
+        return (past >= 0) & (past < (self.window or self.time))
 
     def arrays(self):
         """q, k and v, each (batch, time, heads, features of a head)."""
-        q, k, v = np.random.default_rng(0).standard_normal((3, *self.shape), np.float32)
-        return {"q": q, "k": k, "v": v}
+        rng = np.random.default_rng(0)
+        of_keys = (self.batch, self.time, self.kv_heads or self.heads, self.features)
+        shapes = {"q": self.shape, "k": of_keys, "v": of_keys}
+        return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
     def cotangent(self):
         """A random gradient of y."""
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):
-        """Computes the formula in float64."""
-        q, k, v = (x.astype(np.float64) for x in self.arrays().values())
-        cotangent, scale = self.cotangent(), self.features**-0.5
-        scores = scale * np.einsum("bthf,bshf->bhts", q, k, optimize=True)
-        scores = np.where(np.tri(self.time, dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        of_weights = np.einsum("bthf,bshf->bhts", cotangent, v, optimize=True)
-        of_scores = of_weights - (weights * of_weights).sum(axis=-1, keepdims=True)
-        of_scores *= scale * weights
-        return {
-            "y": np.einsum("bhts,bshf->bthf", weights, v, optimize=True),
-            "q": np.einsum("bhts,bshf->bthf", of_scores, k, optimize=True),
-            "k": np.einsum("bhts,bthf->bshf", of_scores, q, optimize=True),
-            "v": np.einsum("bhts,bthf->bshf", weights, cotangent, optimize=True),
-        }
+        """Computes the formula in float64, one head at a time because all scores are large."""
+        arrays, cotangent, mask = self.arrays(), self.cotangent(), self.mask()
+        shared = self.heads // (self.kv_heads or self.heads)
+        found = {name: np.zeros(x.shape) for name, x in {"y": cotangent, **arrays}.items()}
+        for row, head in np.ndindex(self.batch, self.heads):
+            of_query, of_key = (row, slice(None), head), (row, slice(None), head // shared)
+            q, of_y = (x[of_query].astype(np.float64) for x in (arrays["q"], cotangent))
+            k, v = (arrays[name][of_key].astype(np.float64) for name in "kv")
+            q *= self.features**-0.5
+            scores = np.where(mask, q @ k.T, -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            of_scores = of_y @ v.T
+            of_scores -= (weights * of_scores).sum(axis=-1, keepdims=True)
+            of_scores *= weights
+            found["y"][of_query] = weights @ v
+            found["q"][of_query] = self.features**-0.5 * of_scores @ k
+            found["k"][of_key] += of_scores.T @ q
+            found["v"][of_key] += weights.T @ of_y
+        return found
 
     def work(self, part):
-        """Two products over half of the T × T weights, and four more backward; q, k, v and y."""
-        products, arrays = (2, 4) if part == FORWARD else (6, 12)
-        size = self.batch * self.time * self.heads * self.features
-        return Work(flops=products * self.time * size, num_bytes=4 * arrays * size)
+        """Two products over the weights in the mask, and four more backward; q, k, v and y."""
+        products, reads = (2, 1) if part == FORWARD else (6, 3)
+        seen = 2 * self.batch * self.heads * self.features * int(self.mask().sum())
+        sizes = 2 * (self.heads + (self.kv_heads or self.heads)) * self.features
+        return Work(flops=products * seen, num_bytes=4 * reads * self.batch * self.time * sizes)
+
+    def targets(self, part, platform):
+        """The largest allowed ratios of our time to torch's."""
+        if platform != "cpu" or self.time < 512:
+            return {}
+        return {"torch SDPA": 1.3 if part == FORWARD else 1.2}
 
 
 def problems(quick: bool) -> list[Attention]:
-    """The sizes of the Annotated Hyena, and a longer sequence."""
-    sizes = [(64, 128, 6, 64), (4, 1024, 6, 64)]
-    return [Attention(*size) for size in (sizes[:1] if quick else sizes)]
+    """The sizes of the Annotated Hyena, and longer sequences, some grouped or windowed."""
+    if quick:
+        return [Attention(64, 128, 6, 64), Attention(2, 512, 8, 64, kv_heads=2, window=128)]
+    return [
+        *(Attention(*sizes) for sizes in ((64, 128, 6, 64), (4, 1024, 6, 64))),
+        *(Attention(2, time, 8, 64) for time in (512, 1024, 2048, 4096)),
+        *(Attention(2, time, 8, 64, kv_heads=2) for time in (512, 4096)),
+        *(Attention(2, time, 8, 64, window=256) for time in (512, 4096)),
+    ]
 
 
 contenders = Contenders()
@@ -74,17 +109,15 @@ contenders = Contenders()
 @contenders.jax(OURS)
 def ours(problem: Attention):
     """Our operator with its default options."""
-    return operator(problem, attention)
+    return operator(problem, partial(attention, window=problem.window))
 
 
 @contenders.jax("jax.nn.dot_product_attention")
 def dot_product_attention(problem: Attention):
     """JAX's own attention."""
-
-    def causal(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    return operator(problem, causal)
+    window = None if problem.window is None else (problem.window - 1, 0)
+    causal = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=window)
+    return operator(problem, lambda q, k, v: causal(q, k, v))
 
 
 @contenders.torch("torch SDPA")
@@ -92,9 +125,14 @@ def torch_sdpa(problem: Attention):
     """The `scaled_dot_product_attention` of torch."""
     import torch
 
+    # torch knows no windows, so it gets a mask.
+    mask = None if problem.window is None else torch.tensor(problem.mask())
+
     def causal(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=problem.kv_heads is not None
+        )
         return y.transpose(1, 2)
 
     return operator(problem, causal)

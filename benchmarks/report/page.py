@@ -7,6 +7,8 @@ from typing import get_args
 
 from benchmarks.problem import OURS, Framework
 from benchmarks.report.devices import devices
+from benchmarks.report.overview import overview
+from benchmarks.report.plot import draw
 from benchmarks.report.store import Record, plot_path, read_all
 from benchmarks.report.table import compile_cell, other_cells, time_cells
 from twinscan.files import write_whole
@@ -27,11 +29,13 @@ largest of all inputs' and weights'.
 
 
 def write_page(folder: Path, order: list[str]) -> None:
-    """Writes the page from all records in the folder."""
+    """Writes the page, and the README's picture, from all records in the folder."""
     records = [record for record in read_all(folder) if record.family in order]
     records.sort(key=lambda record: (record.platform, order.index(record.family)))
     groups = groupby(records, key=lambda record: (record.platform, record.family))
     sections = [section(folder, list(group)) for _, group in groups]
+    if figure := overview(records):
+        draw(figure, folder / "overview.png")
     write_whole(
         folder / "README.md",
         "\n".join([INTRODUCTION, devices(folder, records), verdicts(records), *sections]),

@@ -49,8 +49,8 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
 
         Args:
             time_axis: as in `SequenceLayer.set_view`.
-            max_length: the number of slots of the state of full attention. A layer with a window
-                has the state that its window needs.
+            max_length: the number of slots of the state of full attention, as in `Attention`. A
+                layer with a window has the state that its window needs.
 
         """
         super().set_view(time_axis)
@@ -141,16 +141,18 @@ class Attention(CachedAttention):
         head_features: size of a head. None: features / num_heads.
         window: number of steps that each step sees, including itself. None: all earlier steps.
         max_length: without a window, the length of the longest document that a state can hold.
-            None: the layer runs over whole sequences, and cannot continue from a state. Use
-            `nnx.view(model, max_length=…)` to set it for a whole model.
+            The state has memory for all of its steps from the beginning, but a step takes time only
+            for those of the document so far, if the state is donated to `jax.jit`. None: the layer
+            runs over whole sequences, and cannot continue from a state. `generate` sets it for its
+            text, and `nnx.view(model, max_length=…)` for any use of a model.
         rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
             with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
             in transformers. None: the whole head. 0: no rotation.
-        rope_theta: θ of `ops.rotary`.
+        rope_theta: θ of `ops.rotary`. None: 10,000.
         qk_norm: the RMSNorm of queries and keys: over the features of each "head", or over "all"
             heads together. None: no norm.
         zero_centered_norm: whether this norm multiplies by 1 + scale instead of the scale.
-        epsilon: ε of this norm.
+        epsilon: ε of this norm. None: 1e-6.
         output_gate: whether the result of each head is multiplied by the sigmoid of a gate. q_proj
             then returns the query and the gate of each head side by side.
         use_bias: whether queries, keys and values have biases.
@@ -162,9 +164,10 @@ class Attention(CachedAttention):
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features and
             `head_features` is None, num_kv_heads does not divide num_heads, `rotary_features`
-            exceeds a head, a `max_length` is given with a window, `zero_centered_norm` is given
-            without a norm, or `bias_init` is given without biases. At the call: x is longer than
-            max_length, or a state is given without a `max_length`.
+            exceeds a head, or an option is given that has no effect: `max_length` with a window,
+            `zero_centered_norm` or `epsilon` without a norm, `rope_theta` without rotated features,
+            or `bias_init` without biases. At the call: x is longer than max_length, or a state is
+            given without a `max_length`.
 
     Layouts: `qwen3_5` (transformers' Qwen3_5Attention), or with a norm over all heads `olmo_hybrid`
     (OlmoHybridAttention); and `lfm2` (Lfm2Attention).
@@ -183,10 +186,10 @@ class Attention(CachedAttention):
         window: int | None = None,
         max_length: int | None = None,
         rotary_features: Index | None = None,
-        rope_theta: Positive = 10_000.0,
+        rope_theta: Positive | None = None,
         qk_norm: Norm | None = None,
         zero_centered_norm: bool = False,
-        epsilon: Positive = 1e-6,
+        epsilon: Positive | None = None,
         output_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
@@ -217,8 +220,12 @@ class Attention(CachedAttention):
                 f"{head_features}: expected at most {head_features - head_features % 2}, got "
                 f"{self.rotary_features}"
             )
-        self.rope_theta, self.qk_norm, self.output_gate = rope_theta, qk_norm, output_gate
-        if zero_centered_norm and qk_norm is None:
+        self.rope_theta = 10_000.0 if rope_theta is None else rope_theta
+        self.qk_norm, self.output_gate = qk_norm, output_gate
+        rotates, norms = self._rotated > 0, qk_norm is not None
+        refuse_unused("rope_theta", rope_theta, unless=rotates, because="with rotary_features=0")
+        refuse_unused("epsilon", epsilon, unless=norms, because="with qk_norm=None")
+        if zero_centered_norm and not norms:
             raise ValueError("zero_centered_norm: expected False with qk_norm=None, got True")
         refuse_unused(
             "bias_init",
@@ -235,11 +242,11 @@ class Attention(CachedAttention):
         self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
         self.out_proj = Linear(of_queries, features, use_bias=out_bias, **matrix)
-        if qk_norm is not None:
+        if norms:
             norm = ZeroCenteredRMSNorm if zero_centered_norm else RMSNorm
             sizes = (of_queries, of_keys) if qk_norm == "all" else (head_features, head_features)
             self.q_norm, self.k_norm = (
-                norm(size, epsilon=epsilon, **norm_options(options)) for size in sizes
+                norm(size, epsilon=epsilon or 1e-6, **norm_options(options)) for size in sizes
             )
 
     @property

@@ -89,10 +89,11 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         value_features: size of each head of v.
         kernel_size: taps of the convolution.
         negative_eigenvalues: whether β is 2 σ(x W_b), so that a step can flip the sign of what S
-            stores under a key.
+            stores under a key. In OLMo Hybrid, the config's `linear_allow_neg_eigval`.
         epsilon: ε of `norm`; in OLMo Hybrid, 1e-5.
         decay_init: initializes A_log. None: A is uniform in [0.01, 16], as in Qwen3.5.
-        dt_init: initializes dt_bias. None: ones, as in Qwen3.5.
+        dt_init: initializes dt_bias. None: ones, as in Qwen3.5; most heads of a new layer then
+            forget within a step or two, which `docs/guides/which_layer.md` measures and changes.
         method: the method of `ops.gated_delta_rule`.
         **options: as in `MatrixOptions`. Matrices are drawn from a normal distribution with a
             standard deviation of 0.02. The convolution is initialized as in torch, unless
@@ -102,8 +103,9 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         ValueError: a size or epsilon is not positive, num_key_heads does not divide
             num_value_heads, or there is no such method.
 
-    Layouts: `qwen3_5`, `olmo_hybrid`, `qwen3_next` (the `linear_attn` of transformers' models), and
-    `olmo_hybrid-file` (the files of OLMo Hybrid, which have three convolutions).
+    Layouts: `qwen3_5`, `olmo_hybrid`, `qwen3_next` (the `linear_attn` of transformers' models; that
+    of Qwen3-Next has q, k, v and z of each key head side by side), and `olmo_hybrid-file` (the
+    files of OLMo Hybrid, which have three convolutions).
 
     """
 

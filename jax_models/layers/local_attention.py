@@ -72,7 +72,7 @@ class LocalAttention(Attention):
             num_kv_heads=num_kv_heads,
             window=window,
             rotary_features=checked_rotated("rotary_fraction", rotated, head_features),
-            rope_theta=rope_theta,
+            rope_theta=rope_theta if rotated else None,
             use_bias=use_bias,
             out_bias=out_bias,
             out_init=out_init,

@@ -36,7 +36,9 @@ class ShortConvolution(SequenceLayer[CausalConv1DState]):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.
 
-    Layouts: `lfm2` (transformers' Lfm2ShortConv).
+    Layouts: `lfm2` (transformers' Lfm2ShortConv). With biases, padding on the left changes the
+    first real steps of transformers' layer. Here, mark the first real step in `reset`, and the
+    padding has no influence.
 
     Source: transformers' implementation of Liquid AI's LFM2.
 

@@ -53,7 +53,9 @@ class Layout(NamedTuple):
     head: str | None = None
     """Key of the head's kernel; the key of its bias ends with `bias`. None: there is no head."""
     repeats_embedding: bool = True
-    """If the head is tied: whether checkpoints store the embedding again under the head's key."""
+    """If the head is tied: whether `to_torch` writes the embedding again under the head's key.
+    Import reads checkpoints with and without this key.
+    """
     positions: Weight | None = None
     """The row of the position embedding."""
     blocks_layout: str | None = None
@@ -160,6 +162,10 @@ class ModelConfig(CheckedFields):
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
     `load_pretrained` leaves them out, and a warning lists them.
+    """
+    float32_keys: ClassVar[tuple[str, ...]] = ()
+    """Endings of the keys of weights that the model reads in at least float32. If a checkpoint has
+    them in a wider dtype than all others, `load_pretrained` keeps both dtypes.
     """
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""

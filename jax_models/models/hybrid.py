@@ -89,7 +89,8 @@ class HybridConfig(HFConfig):
     """The standard deviation of the initial matrices."""
     max_length: int | None = None
     """The length of the longest document that a state can hold, because the attention keeps the
-    keys of all its steps. None: `generate` sets it, and so does `nnx.view(model, max_length=…)`.
+    keys of all its steps. It determines the memory of a state, but not the time of a step. None:
+    `generate` sets it, and so does `nnx.view(model, max_length=…)`.
     """
 
     @classmethod
@@ -144,6 +145,9 @@ class GatedDeltaNetConfig(HybridConfig):
     """The base class of the configs of hybrids with Gated DeltaNet."""
 
     kinds: ClassVar = ("linear_attention", FULL)
+    float32_keys: ClassVar = tuple(
+        f".linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "o_norm.weight")
+    )
     undetermined: ClassVar = ("num_key_heads",)
     hf_fields: ClassVar = HybridConfig.hf_fields | {
         "attention_bias": "attention_bias",

@@ -230,8 +230,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
         rows = [same(table, layout.embedding)]
         if head is not None and self.head is not None:
             rows += [transposed("head.kernel", head), *_bias("head", self.head, head)]
-        elif head is not None and layout.repeats_embedding:
-            rows = [tied(table, (layout.embedding, head))]
+        elif head is not None:
+            written = (layout.embedding, head)[: 1 + layout.repeats_embedding]
+            rows = [tied(table, written, optional=(head,))]
         if self.pos_embedding is not None and layout.positions is not None:
             rows.append(layout.positions)
         return [*rows, same("norm.scale", layout.norm), *_bias("norm", self.norm, layout.norm)]

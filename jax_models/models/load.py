@@ -5,7 +5,7 @@ __all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", 
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypedDict, Unpack
 
 import jax
@@ -25,7 +25,7 @@ from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined, locate_keys
-from jax_models.weights.layouts import params_of
+from jax_models.weights.layouts import params_of, weight_table
 from jax_models.weights.stored import cast, dtype_of, is_floating
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
@@ -81,7 +81,8 @@ def load_pretrained(
         path: the checkpoint file, or the folder that contains it.
         dtype: dtype of the computation. None: the dtype of the parameters, except that parameters
             in float16 are computed in float32, because RWKV-4 overflows in float16.
-        param_dtype: dtype of the parameters. None: the widest dtype in the file. A narrower dtype
+        param_dtype: dtype of the parameters. None: the widest dtype in the file, except that the
+            decays and norms of a Gated DeltaNet keep a wider dtype of their own. A narrower dtype
             rounds the weights.
         sharding: a function that maps the path and the shape of a parameter to its sharding, such
             as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
@@ -102,10 +103,10 @@ def load_pretrained(
     """
     weights, fields = open_checkpoint(path)
     known = config_of(weights, fields, **config)
-    weights = _without_other_parts(known, weights)
+    weights = without_other_parts(known, weights)
     if param_dtype is None:
-        dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
-        param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
+        others = [w for key, w in weights.items() if not key.endswith(known.float32_keys)]
+        param_dtype = _widest(others)
     else:
         weights = cast(weights, param_dtype)
     if dtype is None and param_dtype == jnp.float16:
@@ -113,14 +114,26 @@ def load_pretrained(
     return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
-def _without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out the weights of parts that the model does not have, with a warning."""
+def _widest(weights: Iterable[Any]) -> Any:
+    """The dtype that holds all floating weights exactly; float32 if there are none."""
+    dtypes = {dtype_of(each) for each in weights if is_floating(each)}
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
+
+
+def without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the weights of parts that the model does not have, with a warning.
+
+    Raises:
+        ValueError: all weights are of such parts.
+
+    """
     counts = {start: sum(key.startswith(start) for key in weights) for start in config.left_out}
     listed = ", ".join(f"{start}* ({count} weights)" for start, count in counts.items() if count)
     if listed and sum(counts.values()) == len(weights):
         raise ValueError(f"state_dict: expected a {config.family}, got only {listed}")
     if listed:
-        warnings.warn(f"load_pretrained left out {listed}", stacklevel=4)
+        warnings.warn(f"{config.family}: left out {listed}", stacklevel=4)
     return {key: w for key, w in weights.items() if not key.startswith(config.left_out)}
 
 
@@ -282,7 +295,10 @@ def hyena_dna_from_weights(
 def loaded(
     config: Any, weights: Mapping[str, Any], *, sharding: ShardingOf | None = None, **dtypes: Any
 ) -> Any:
-    """Builds a config's model, and reads each weight when its parameter is created."""
+    """Builds a config's model, and reads each weight when its parameter is created.
+
+    A weight in `config.float32_keys` that is wider than the other parameters keeps its dtype.
+    """
 
     def build() -> Any:
         return config.build(**dtypes, rngs=nnx.Rngs(0))
@@ -291,9 +307,14 @@ def loaded(
     fields = vars(config).items()
     draws_masks = any(value for name, value in fields if name.endswith("dropout_rate"))
     model = build() if draws_masks else nnx.eval_shape(build)
-    if sharding is not None:
-        for path, param in params_of(model).items():
-            like = param.get_value()
-            place = sharding(path, like.shape)
-            param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place))
+    params, wide = params_of(model), config.float32_keys
+    table = weight_table(model, None, weights)[1] if wide else []
+    keys = {path: row.keys for row in table for path in row.params}
+    for path, param in params.items():
+        like = param.get_value()
+        own = [weights[k] for k in keys.get(path, ()) if k in weights and k.endswith(wide)]
+        dtype = _widest([like, *own])
+        place = like.sharding if sharding is None else sharding(path, like.shape)
+        if sharding is not None or dtype != like.dtype:
+            param.set_value(jax.ShapeDtypeStruct(like.shape, dtype, sharding=place))
     return from_torch(model, weights)

@@ -128,7 +128,7 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
         return super().to_hf()
 
     def attention(self, **options: Any) -> SequenceLayer:
-        rotary = {"rotary_features": 0, "rope_theta": 1.0} if self.rope_theta is None else {}
+        rotary = {"rotary_features": 0} if self.rope_theta is None else {}
         return super().attention(qk_norm="all", **rotary, **options)
 
     def mixer(self, **options: Any) -> SequenceLayer:

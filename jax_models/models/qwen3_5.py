@@ -112,6 +112,7 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(
             rotary_features=self.rotary_features,
+            rope_theta=self.rope_theta if self.rotary_features else None,
             qk_norm="head",
             zero_centered_norm=True,
             output_gate=True,

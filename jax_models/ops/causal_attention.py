@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, tiles, untiled
+from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, ceil_div, tiles, untiled
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
 
@@ -61,8 +61,7 @@ def causal_attention(
         v: values.
         first: the first step that each step sees. Negative if the step sees some of the `past`.
         past: the keys and values of earlier steps, if there are any. A step reads the cache in
-            tiles of up to 2,048 slots (512 on a CPU), and skips the tiles in which no slot is
-            filled.
+            tiles of up to 2,048 slots (512 on a CPU), up to the last slot that is filled.
         window: the largest number of steps that a step sees, including itself.
 
     """
@@ -137,6 +136,11 @@ class _Softmax(NamedTuple):
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
     """Returns the outputs, and the log-sum-exp of each query's scores, in tiles."""
+    return _forward(tiling, floats, masks)
+
+
+def _forward(tiling: Tiling, floats, masks, *, differentiated: bool = False):
+    """Computes `_attended`."""
     q, k, v, past_k, past_v = floats
     queries = _queries(tiling, q, k, masks[0])
 
@@ -168,7 +172,9 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
     def add_past(result: _Softmax, keys: _Keys, start) -> _Softmax:
         return add_keys(keys, tiling.past_pairs(), result)
 
-    result = _over_past(tiling, q.dtype, add_past, result, past_k, past_v, masks[1])
+    result = _over_past(
+        tiling, q.dtype, add_past, result, past_k, past_v, masks[1], differentiated=differentiated
+    )
     y = untiled(result.values / result.weights, q).astype(q.dtype)
     return y, result.greatest + jnp.log(result.weights)
 
@@ -178,7 +184,7 @@ def _tangent(tiling: Tiling, residuals, floats):
     (primals, masks), _ = residuals
 
     def run(floats):
-        return _attended.fun(tiling, floats, masks)
+        return _forward(tiling, floats, masks, differentiated=True)
 
     return jax.jvp(run, (primals,), (floats,))[1]
 
@@ -242,7 +248,9 @@ def _gradient(tiling: Tiling, residuals, cotangents):
         )
 
     d_past = (_zeros(past_k), _zeros(past_v))
-    dq, *d_past = _over_past(tiling, q.dtype, add_past, (dq, *d_past), past_k, past_v, masks[1])
+    dq, *d_past = _over_past(
+        tiling, q.dtype, add_past, (dq, *d_past), past_k, past_v, masks[1], differentiated=True
+    )
     found = untiled(scale * dq, q), *d_own, *d_past
     floats = residuals[0][0]
     return tuple(g.astype(x.dtype) for g, x in zip(found, floats, strict=True))
@@ -300,10 +308,14 @@ def _over_past(
     k: Float[Array, "batch slots kv_heads head_features"],
     v: Float[Array, "batch slots kv_heads head_features"],
     position: Int[Array, " batch"],
+    *,
+    differentiated: bool,
 ) -> Carry:
     """Runs `step(carry, keys, start)` over tiles of the filled slots, which begin at slot `start`.
 
     The tiles are slices of the cache, because dividing all of it would cost as much as reading it.
+    The loop ends at the last filled tile. If it is `differentiated`, it skips the other tiles one
+    by one, because a loop of unknown length has no reverse mode.
     """
     slots, tile = k.shape[1], tiling.past_tile
     if not slots:
@@ -324,6 +336,9 @@ def _over_past(
         return lax.cond(first < filled, of_tile, lambda _, carry: carry, first, carry), None
 
     filled = jnp.max(position, initial=0)
+    if slots > tile and not differentiated:
+        count = ceil_div(jnp.minimum(filled, slots), tile)
+        return lax.fori_loop(0, count, lambda i, carry: of_tile(i * tile, carry), carry)
     firsts = jnp.arange(0, slots, tile, dtype=position.dtype)
     return lax.scan(next_tile, carry, firsts)[0]
 

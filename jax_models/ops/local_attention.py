@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Unpack
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.arguments import checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
-from jax_models.ops.rows import DividedMasks, Rows, at_end, given_rows, positions_after
+from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
 from jax_models.ops.time_axis import states_between
 
 
@@ -57,7 +58,7 @@ def local_attention(
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
     past = state if slots and not empty else None
-    is_step = q.shape[1] == 1 and rows == Rows()
+    is_step = q.shape[1] == 1 and rows.lengths is None and rows.time_axis is None
     if past is not None and holds_whole_document and dropout is None and is_step:
         # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
         past, k, v, first = last, k[:, :0], v[:, :0], first - 1
@@ -96,8 +97,14 @@ def _written(
 
     def written(cache: Array, new: Array) -> Array:
         new = new.astype(cache.dtype)
-        if reset is not None:
-            cache = jnp.where(jnp.any(reset, axis=1)[:, None, None, None], 0, cache)
+        if reset is not None:  # most steps reset no row, and need not touch the whole cache
+            begins = jnp.any(reset, axis=1)
+            cache = lax.cond(
+                jnp.any(begins),
+                lambda cache: jnp.where(begins[:, None, None, None], 0, cache),
+                lambda cache: cache,
+                cache,
+            )
         if time == 1:  # write in place
             index = jnp.where(end > 0, positions % slots, slots)
             row = jnp.arange(batch_size, dtype=position.dtype)[:, None]

@@ -23,7 +23,8 @@ def weight_table(
     """The name and table of a layout. None: the state_dict's layout, or else the layer's first.
 
     If the caller passes a table, its name is "". If the state_dict is that of a larger torch
-    module, `place` is the path of the module in it.
+    module, `place` is the path of the module in it. Tied rows have only those of their keys that
+    the state_dict has.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -47,8 +48,11 @@ def weight_table(
     for name, table in layouts.items():
         what = f"layout {name!r}" if name else "table"
         check_rows(table, params_of(layer), type(layer).__name__, what)
-    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer, place)
-    return name, nested(layouts[name], "", place)
+    if state_dict is None:
+        name = next(iter(layouts))
+        return name, nested(layouts[name], "", place)
+    name = _detect(layouts, state_dict, layer, place)
+    return name, [row.for_keys(state_dict) for row in nested(layouts[name], "", place)]
 
 
 def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:

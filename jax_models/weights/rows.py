@@ -4,7 +4,7 @@ The transforms work on arrays of NumPy and JAX, in both directions, and can be d
 transform needs torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,10 @@ class _Row(NamedTuple):
     any_division: bool
     """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
     checks only their total size.
+    """
+    tied: tuple[str, ...]
+    """The keys under which a state_dict may have the row's array. Import needs only one of them.
+    Empty: import needs all keys.
     """
 
 
@@ -52,13 +56,21 @@ class Weight(_Row):
         separate: bool = True,
         exact: bool = True,
         any_division: bool = False,
+        tied: tuple[str, ...] = (),
     ) -> "Weight":
         """Makes a row from its fields."""
         flags = {"separate": separate, "exact": exact, "any_division": any_division}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
-        return super().__new__(cls, params, keys, to_jax, to_torch, **flags)
+        return super().__new__(cls, params, keys, to_jax, to_torch, **flags, tied=tied)
+
+    def for_keys(self, state_dict: Collection[Any]) -> "Weight":
+        """Returns the row with those of its tied keys that a state_dict has."""
+        there = tuple(key for key in self.tied if key in state_dict)
+        if not there:
+            return self
+        return self._replace(keys=there, to_torch=lambda *a: self.to_torch(*a)[:1] * len(there))
 
 
 def same(param: str, key: str) -> Weight:
@@ -156,8 +168,12 @@ def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     return row._replace(to_jax=row.to_torch, to_torch=row.to_jax)
 
 
-def tied(param: str, keys: tuple[str, ...]) -> Weight:
-    """All keys have the array of the parameter. Import refuses arrays that differ."""
+def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> Weight:
+    """All keys have the array of the parameter.
+
+    Export writes the `keys`. Import needs only one of the `keys` and `optional` keys, and refuses
+    arrays that differ.
+    """
 
     def one(a, *others):
         if not isinstance(a, Tracer):
@@ -166,7 +182,9 @@ def tied(param: str, keys: tuple[str, ...]) -> Weight:
                 raise ValueError("two different arrays, where the model has one")
         return (a,)
 
-    return Weight((param,), keys, one, lambda a: (a,) * len(keys))
+    return Weight(
+        (param,), keys, one, lambda a: (a,) * len(keys), tied=tuple(dict.fromkeys(keys + optional))
+    )
 
 
 def unused(key: str, value: np.ndarray) -> Weight:

@@ -224,6 +224,7 @@ def nested(table: Table, param: str, key: str) -> Table:
         row._replace(
             params=tuple(join(param, p) for p in row.params),
             keys=tuple(join(key, k) for k in row.keys),
+            tied=tuple(join(key, k) for k in row.tied),
         )
         for row in table
     ]

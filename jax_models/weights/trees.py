@@ -45,9 +45,10 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     }
 
     def load(state_dict: Mapping[str, Any]) -> Any:
-        check_entries(table, placeholders, state_dict, check_shape, what)
+        rows = [row.for_keys(state_dict) for row in table]
+        check_entries(rows, placeholders, state_dict, check_shape, what)
         loaded = dict(leaves)
-        for row in table:
+        for row in rows:
             if row.params:
                 values = transformed(row, "to_jax", [_read(state_dict[key]) for key in row.keys])
                 loaded |= zip(row.params, values, strict=True)

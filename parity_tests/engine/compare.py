@@ -75,7 +75,7 @@ def compare(
     against those of the torch module in float64. For the gradients, both sides backpropagate the
     same random cotangents. In float64, JAX may err by at most 1e-12. In other dtypes it may err by
     4 times as much as torch, or by as much as the conditioning of the computation explains
-    (`docs/bound.md`).
+    (`docs/design/bounds.md`).
 
     Args:
         twin: the torch module, with its weights; or the path of a file that `record` wrote, which

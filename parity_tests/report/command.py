@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,7 @@ def earlier_record(
             for name in names
             if not {*platforms} & {*CASES[name].platforms}
         },
+        date=f"{datetime.date.today()}",
     )
     old = new
     if arguments.minutes is not None and arguments.json and arguments.json.exists():

@@ -151,6 +151,8 @@ class Record:
     """A description of where each failing case first departs."""
     done: tuple[str, ...] = ()
     """The names of the measurements so far, if the record is unfinished."""
+    date: str = ""
+    """The day on which the registry's measurements began, such as 2026-11-27."""
 
     def with_only(self, **fields: Any) -> "Record":
         """A record of the same versions and platforms that holds only these fields."""

@@ -15,6 +15,7 @@ from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.problem import BOTH, FORWARD, OURS, Limits
 from benchmarks.report.devices import devices
+from benchmarks.report.overview import SHOWN
 from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
 from benchmarks.resume import FILE
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
@@ -82,6 +83,18 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
 def test_the_page_lists_the_devices_that_have_a_record():
     """If the page is out of date, `python -m benchmarks --page` writes it again."""
     assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
+
+
+def test_the_records_have_every_problem_and_contender_of_the_readmes_picture():
+    """Each row of the picture has a time of ours and of every contender that it names."""
+    names = {
+        (record.family, row.problem, OURS if row.ours else row.name)
+        for record in read_all(RESULTS)
+        for row in record.outcome.rows
+    }
+    for each in SHOWN:
+        for name in (OURS, *each.others):
+            assert (each.family, each.problem, name) in names
 
 
 @pytest.mark.optimized

@@ -1,5 +1,6 @@
 """The caches of attention, and its errors."""
 
+import time
 from functools import partial
 
 import jax
@@ -65,11 +66,36 @@ def test_a_step_needs_no_memory_for_the_slots_that_are_not_filled():
     assert program.memory_analysis().temp_size_in_bytes < 4 * slots * 64 / 4
 
 
-@pytest.mark.parametrize("time", [1, 3, 40])
-def test_only_filled_slots_are_read(x64, time):
+@pytest.mark.optimized
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_step_takes_no_time_for_the_slots_that_are_not_filled(resets):
+    """Visiting the empty tiles of the larger cache would take ten times as long."""
+
+    def best_time(slots: int) -> float:
+        layer = Attention(64, 4, max_length=slots, rngs=nnx.Rngs(0))
+        graphdef, params = nnx.split(layer)
+        reset = jnp.zeros(1, bool) if resets else None
+
+        @partial(jax.jit, donate_argnums=2)
+        def steps(params, x, state):
+            layer = nnx.merge(graphdef, params)
+            return jax.lax.fori_loop(0, 64, lambda _, c: layer.step(*c, reset=reset), (x, state))
+
+        x, state, times = jnp.ones((1, 64)), layer.init_state(1), []
+        for _ in range(8):
+            start = time.perf_counter()
+            x, state = jax.block_until_ready(steps(params, x, state))
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert best_time(2**17) < 3 * best_time(2**13)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 40])
+def test_only_filled_slots_are_read(x64, num_steps):
     """The others may hold anything, and their gradients are zero."""
-    rng = np.random.default_rng(time)
-    q, k, v = (rng.standard_normal((2, time, heads, 4)) for heads in (4, 2, 2))
+    rng = np.random.default_rng(num_steps)
+    q, k, v = (rng.standard_normal((2, num_steps, heads, 4)) for heads in (4, 2, 2))
     keys, values = rng.standard_normal((2, 2, 1100, 2, 4))
     position = np.array([3, 541])
     filled = (np.arange(1100) < position[:, None])[..., None, None]
@@ -90,6 +116,21 @@ def test_only_filled_slots_are_read(x64, time):
         assert_same(other, gradient, "gradients")
         assert (np.asarray(gradient)[~np.broadcast_to(filled, keys.shape)] == 0).all()
         assert (np.asarray(gradient) != 0).sum() == position.sum() * 8
+
+
+def test_a_step_of_several_states_at_once(x64):
+    """The states have different positions, so the loop over the cache ends at different tiles."""
+    layer, rng = build(max_length=1100, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, 3, 2, 1100, 2, 2))
+    positions = jnp.array([[0, 3], [600, 541], [1099, 20]], jnp.int32)
+    states = ops.LocalAttentionState(positions, jnp.asarray(keys), jnp.asarray(values))
+    x = jnp.asarray(rng.standard_normal((3, 2, 8)))
+    gradient = jax.grad(lambda x, state: jnp.sum(jnp.sin(layer.step(x, state)[0])))
+    for function in (lambda x, state: layer.step(x, state)[0], gradient):
+        found = jax.jit(jax.vmap(function))(x, states)
+        for i in range(3):
+            expected = function(x[i], jax.tree.map(lambda a: a[i], states))  # noqa: B023
+            assert_same(found[i], expected, f"state {i}")
 
 
 @pytest.mark.parametrize("layer", [build, partial(build, window=150)])
@@ -168,9 +209,11 @@ def test_dropout_of_weights_continues_from_a_state(x64):
         ({"rotary_features": 3, "head_features": 3}, "expected at most 2, got 3"),
         ({"head_features": 3}, "expected at most 2, got 3"),
         ({"zero_centered_norm": True}, "zero_centered_norm: expected False"),
+        ({"epsilon": 1e-5}, "epsilon: expected None with qk_norm=None, got 1e-05"),
+        ({"rotary_features": 0, "rope_theta": 1e4}, "rope_theta: expected None with rotary_feat"),
         ({"window": 3, "max_length": 9}, "max_length: expected None with window=3"),
         ({"qk_norm": "both"}, "qk_norm: expected"),
-        ({"epsilon": 0.0}, "epsilon: expected"),
+        ({"epsilon": 0.0, "qk_norm": "all"}, "epsilon: expected a positive"),
         ({"bias_init": nnx.initializers.ones}, "bias_init: expected None"),
     ],
 )

@@ -75,9 +75,10 @@ def test_attention_is_that_of_transformers(name):
     layout, prefix, theirs, ours = LAYERS[name]
     module = import_module(f"transformers.models.{layout}.modeling_{layout}")
     config = getattr(transformers, f"{prefix}Config")(**SIZES | theirs)
-    rotary = None
+    rotary, theta = None, {}
     if ours.get("rotary_features") != 0:
         rotary = getattr(module, f"{prefix}RotaryEmbedding")(config)
+        theta = {"rope_theta": 100.0}
     layer = getattr(module, f"{prefix.removesuffix('Text')}Attention")(config, 0).double().eval()
     rng = np.random.default_rng(0)
     for parameter in layer.parameters():
@@ -87,7 +88,7 @@ def test_attention_is_that_of_transformers(name):
     x = in_every_dtype(rng.standard_normal((2, TIME, 24)))
     for dtype in ("float64", "float32"):
         weights = {k: w.numpy().astype(dtype) for k, w in layer.state_dict().items()}
-        options = ours | {"num_kv_heads": 2, "rope_theta": 100.0, "param_dtype": dtype}
+        options = ours | theta | {"num_kv_heads": 2, "param_dtype": dtype}
         with jax.enable_x64(True):
             port = from_torch(Attention(24, 4, **options, rngs=nnx.Rngs(0)), weights)
             jax.tree.map(np.testing.assert_array_equal, to_torch(port, layout), weights)

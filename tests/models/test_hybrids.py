@@ -6,11 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+import train.__main__ as train_command
 from jax_models import (
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
@@ -18,6 +21,11 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
+from train import convert, generate
+from train.config import TrainConfig
+from train.initial import initialize
+from train.run import build_trainer
+from twinscan.command_line import CommandLineError
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES: dict[str, Any] = {
@@ -212,6 +220,85 @@ def test_folders_without_the_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
         load_pretrained(tmp_path)
+
+
+def test_a_multimodal_folder_is_fine_tuned(tmp_path):
+    """Training leaves out the other parts, too, and says so once."""
+    config = MODELS["qwen3_5_text"]
+    weights = folder_of(config, tmp_path, "multimodal-file", ["mtp.x", "model.visual.x"])
+    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
+    with pytest.warns(UserWarning, match="left out") as warned:
+        initialize(trainer, tmp_path)
+    assert len(warned) == 1
+    model = trainer.model(trainer.initial_params)
+    for key, array in to_torch(model, "multimodal-file").items():
+        assert array.tobytes() == weights[key].tobytes(), key
+
+
+def test_decays_in_float32_leave_the_other_weights_in_bfloat16(tmp_path, monkeypatch):
+    """The published files of Qwen3.5 have two dtypes. All bits stay, and no memory is wasted."""
+    monkeypatch.chdir(tmp_path)
+    weights = folder_of(MODELS["qwen3_5_text"], tmp_path, "hf-file")
+    wide = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    weights = {k: w if k.endswith(wide) else w.astype(jnp.bfloat16) for k, w in weights.items()}
+    save_file(weights, "model.safetensors")
+    model = load_pretrained(".")
+    logits, _ = nnx.view(model, max_length=9)(np.arange(9)[None])
+    assert logits.dtype == jnp.bfloat16
+    convert.main(["--from", ".", "--to", "back"])
+    for written in (to_torch(model, "hf-file"), load_file("back/model.safetensors")):
+        assert written.keys() == weights.keys()
+        for key, array in weights.items():
+            assert (written[key].dtype, written[key].tobytes()) == (array.dtype, array.tobytes())
+    narrow = load_pretrained(".", param_dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
+
+
+def quantized(dtype: str, *scales: str):
+    """Changes a weight of a folder to another dtype, and adds others beside it."""
+
+    def change(folder: Any) -> None:
+        weights = load_file(folder / "model.safetensors")
+        key = next(key for key in weights if key.endswith("q_proj.weight"))
+        weights[key] = weights[key].astype(np.dtype(dtype))
+        others = {f"{key}{scale}": np.ones(1, np.float32) for scale in scales}
+        save_file(weights | others, folder / "model.safetensors")
+
+    return change
+
+
+BAD_FOLDERS = [
+    ({"model_type": "a_moe", "architectures": ["AMoe"]}, None, "got AMoe, a mixture of experts$"),
+    ({"num_experts": 8}, None, "num_experts: expected none"),
+    ({"model_type": "qwen3_5_vision", "architectures": None}, None, "got qwen3_5_vision$"),
+    ({"layer_types": ["mamba", FULL]}, None, "layer_types: expected some of .*mamba"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, None, "rope_type: expected default, got yarn"),
+    ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
+    ({"quantization_config": {"quant_method": "fp8"}}, None, "quantization_config: .*got fp8"),
+    ({}, quantized("int8", "_scale"), "floating numbers, got int8; .*key .*weight_scale$"),
+    ({}, quantized("float8_e4m3fn"), "8-bit floats are not supported"),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
+def test_every_command_refuses_a_folder_in_one_line(name, fields, change, message, tmp_path):
+    folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")
+    folder.mkdir()
+    text.write_text("a few words " * 100)
+    folder_of(MODELS[name], folder, "hf-file", **fields)
+    if change is not None:
+        change(folder)
+    given = str(folder)
+    for main, args in (
+        (generate.main, ["--weights", given, "--prompt-tokens", "1"]),
+        (convert.main, ["--from", given, "--to", out]),
+        (train_command.main, ["--init", given, "--text", str(text), "--out", out]),
+    ):
+        with pytest.raises(CommandLineError, match=message) as error:
+            main(args)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_three_convolutions_in_any_division_are_read(tmp_path):

@@ -82,11 +82,18 @@ def test_a_stored_program_runs_with_states_at_any_size(name):
 @rows
 def test_is_checked_inside_shard_map(name):
     """Only traces, because the types say which arrays vary over the devices."""
-    outputs, gradient, params, x = functions(name)
+    case, (outputs, gradient, params, x) = CASES[name], functions(name)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     lengths = jnp.arange(BATCH) % x.shape[1]
     in_specs = (P(), P("data"), P("data"))
-    for function, spec in ((outputs, P("data")), (gradient, P())):
+
+    def step(params, x, lengths):
+        layer = case.build_layer(case.build_twin())
+        nnx.update(layer, params)
+        return layer.step(x[:, 0], layer(x, lengths=lengths)[1])[0]
+
+    steps = ((step, P("data")),) if case.causal else ()
+    for function, spec in ((outputs, P("data")), (gradient, P()), *steps):
         mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=spec)
         jax.eval_shape(mapped, params, x, lengths)
 

@@ -241,6 +241,26 @@ for name, window in ("LARGE_MODEL", 64), ("LONG_SEQUENCES", 2**14):
         for program in programs.values():
             assert program["collective_bytes"].keys() == program["collectives"].keys()
 
+    def test_hybrids_exchange_no_more(self, tmp_path):
+        """No array of a batch has the sizes of a parameter."""
+        change = """
+import dataclasses
+from tpu_compile import sharded
+shared = {"vocab_size": 2048, "features": 256, "mlp_features": 4096}
+heads = {"head_features": 64, "num_key_heads": 8, "num_value_heads": 8}
+heads |= {"key_features": 64, "value_features": 64}
+for name, sizes in ("QWEN", {"num_layers": 4, **heads}), ("LFM2", {"num_layers": 3}):
+    config = getattr(sharded, name)
+    model = dataclasses.replace(config.model, **shared, **sizes)
+    setattr(sharded, name, dataclasses.replace(config, model=model, window=96))
+"""
+        _, code, programs = self.compile(tmp_path / "record.json", "--hybrids", change=change)
+        assert {title: program["faults"] for title, program in programs.items()} == {
+            "Qwen3.5-0.8B, mesh 4 × 4 × 1, v5e:4x4": [],
+            "LFM2-350M, mesh 4 × 4 × 1, v5e:4x4": [],
+        }
+        assert code == 0
+
     def test_a_gather_of_a_parameter_over_model_or_of_time_fails(self, tmp_path):
         change = """
 from train import step

@@ -16,8 +16,8 @@ RWKV, RWKV7, GRIFFIN, HIPPOGRIFF, HYENA_DNA = (
 HIPPOGRIFF_3 = PUBLISHED["HippogriffLanguageModel, 0.0.3, no attention"]
 
 
-def build(config):
-    return config.build(rngs=nnx.Rngs(0))
+def build(config, **options):
+    return config.build(**options, rngs=nnx.Rngs(0))
 
 
 def fields_without_shape(config):

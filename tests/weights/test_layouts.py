@@ -61,6 +61,31 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(name):
         assert_same_weights(to_torch(loaded), to_torch(model))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_tied_keys_may_be_repeated_or_left_out(name):
+    """A tied head, for example, may be in a checkpoint in any layout that has a key for it."""
+    config = MODELS[name]
+    model, options = build(config), fields_without_shape(config)
+    tables = model.torch_layouts()
+    names = {layout: {key for row in table for key in row.keys} for layout, table in tables.items()}
+    read = config_of if config.marks or config.model_types else type(config).from_state_dict
+    for layout, table in tables.items():
+        for row in (row for row in table if row.tied):
+            weights = to_torch(model, layout)
+            array = weights[row.keys[0]]
+            for there in (row.tied, row.tied[:1], row.tied[-1:]):
+                others = {key: a for key, a in weights.items() if key not in row.tied}
+                given = others | dict.fromkeys(there, array)
+                abstract = nnx.eval_shape(lambda: build(config))
+                loaded = from_torch(abstract, given, layout)
+                assert_same_weights(to_torch(loaded, layout), weights)
+                # Without the layout's name, the keys identify it, unless they are another layout's.
+                if config.layouts[layout].embedding in given and given.keys() not in names.values():
+                    assert read(given, **options) == config
+                    loaded = from_torch(nnx.eval_shape(lambda: build(config)), given)
+                    assert_same_weights(to_torch(loaded, layout), weights)
+
+
 TRAINING = {"remat", "scan_layers"}
 HYBRID = {"epsilon", "initializer_range", "max_length", "rope_theta"}
 DROPOUT = {"block_dropout_rate", "embedding_dropout_rate"}

@@ -57,10 +57,10 @@ def compare_training(
 
     The oracle is torch's training in float64. In float64, JAX may err by at most 1e-12. In other
     dtypes it may err by 4 times as much as torch at that step, or by as much as the conditioning of
-    the training explains (`docs/bound.md`): Adam, for example, enlarges gradients that consist of
-    rounding errors alone. The verdict depends on the loss, the weights, the running statistics and
-    the averaged weights. Gradients and the optimizer's moments are shown for the first step that
-    differs. JAX runs float32 and bfloat16 with x64 off.
+    the training explains (`docs/design/bounds.md`): Adam, for example, enlarges gradients that
+    consist of rounding errors alone. The verdict depends on the loss, the weights, the running
+    statistics and the averaged weights. Gradients and the optimizer's moments are shown for the
+    first step that differs. JAX runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.

@@ -1,0 +1,177 @@
+"""Runs the Python blocks of a page in order, and keeps what they print and draw.
+
+All blocks of a page that begin with ```python share a namespace, in a process of their own. A block
+inside an HTML comment runs, too, but is not shown, nor is what it prints. A figure that a block
+leaves open is saved. A page may show the output of a block itself, in a fence without a language
+directly below the block; in such a fence, `…` stands for any number of lines.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of a page, and where it stands."""
+
+    code: str
+    line: int
+    end: int
+    is_hidden: bool
+    shown: str | None
+    """What the page itself shows as the output, in a fence without a language below the block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a block prints, and the files of the figures that it draws."""
+
+    text: str
+    figures: list[str]
+
+
+def blocks(page: str) -> list[Block]:
+    """The Python blocks of a page, in order."""
+    comments = [match.span() for match in COMMENT.finditer(page)]
+    found = [
+        Block(
+            match["code"],
+            page.count("\n", 0, match.start("code")),
+            match.end(),
+            any(start < match.start() < end for start, end in comments),
+            shown[1] if (shown := SHOWN.match(page, match.end())) else None,
+        )
+        for match in FENCE.finditer(page)
+    ]
+    if len(found) != page.count("```python\n"):
+        raise ValueError("expected every ```python at the start of a line, and ``` after it")
+    return found
+
+
+def differs(shown: str, printed: str) -> str | None:
+    """The first line of a shown output that was not printed, whatever its numbers, or None."""
+    lines = iter([_without_numbers(line) for line in printed.splitlines()])
+    for line in shown.splitlines():
+        if line.strip() != "…" and _without_numbers(line) not in lines:
+            return line
+    return None
+
+
+def _without_numbers(line: str) -> str:
+    return " ".join(re.sub(r"-?\d[\d.,]*(e[-+]\d+)?", "0", line).split())
+
+
+def run(page: Path, folder: Path) -> list[Output]:
+    """Runs the blocks of a page in another process, in an empty folder.
+
+    Args:
+        page: the path of the page.
+        folder: where to save figures.
+
+    Raises:
+        RuntimeError: a block fails, and the message ends with its traceback; or a block does not
+            print what the page shows.
+
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
+    environment |= {"KERAS_BACKEND": "jax", "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as empty:
+        environment["XDG_CACHE_HOME"] = str(Path(empty) / ".cache")
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, page.resolve(), folder.resolve()],
+            cwd=empty,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{page}: a block fails\n{done.stderr[-4000:]}")
+    outputs = json.loads((folder / f"{page.stem}.json").read_text(encoding="utf-8"))
+    outputs = [Output(**fields) for fields in outputs]
+    for block, output in zip(blocks(page.read_text(encoding="utf-8")), outputs, strict=True):
+        line = None if block.shown is None else differs(block.shown, output.text)
+        if line is not None:
+            raise RuntimeError(f"{page}: {line!r} is shown, but the block prints\n{output.text}")
+    return outputs
+
+
+def _run_here(page: Path, folder: Path) -> None:
+    """Runs the blocks of a page in this process, and writes their outputs as JSON."""
+    text = page.read_text(encoding="utf-8")
+    make_files(text)
+    # What looks up a class by the name of its module, such as a dataclass, finds the page.
+    module = sys.modules["page"] = ModuleType("page")
+    warnings.filterwarnings("error", module="page")
+    outputs = []
+    for i, block in enumerate(blocks(text)):
+        # With the empty lines above, a traceback has the page's own lines and line numbers.
+        code = compile("\n" * block.line + block.code, page, "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, vars(module))
+        figures = []
+        if pyplot := sys.modules.get("matplotlib.pyplot"):
+            for number in pyplot.get_fignums():
+                figures.append(f"{page.stem}-{i}-{number}.png")
+                pyplot.figure(number).savefig(folder / figures[-1], dpi=160, bbox_inches="tight")
+            pyplot.close("all")
+        outputs.append(Output(printed.getvalue(), figures))
+    fields = json.dumps([*map(dataclasses.asdict, outputs)])
+    (folder / f"{page.stem}.json").write_text(fields, encoding="utf-8")
+
+
+def make_files(page: str) -> None:
+    """Writes the small checkpoints that take the place of published ones, if a page names them."""
+    if ".pth" not in page and "recurrentgemma-2b" not in page:
+        return
+    import torch
+    from flax import nnx
+    from safetensors.numpy import save_file
+
+    import jax_models
+    import torch_ref
+
+    def save(name: str, make) -> None:
+        if name in page:
+            torch.save(make().state_dict(), name)
+
+    save("RWKV-4-Pile-169M.pth", lambda: torch_ref.RWKVLanguageModel(30, 8, 2, 32))
+    rwkv7 = jax_models.RWKV7LanguageModelConfig(
+        vocab_size=30, features=8, num_layers=2, head_size=4
+    )
+    save("RWKV-x070-World-0.1B.pth", lambda: torch_ref.RWKV7LanguageModel.from_config(rwkv7))
+    dna = jax_models.HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9)
+    save("hyenadna.pth", lambda: torch_ref.HyenaDNALanguageModel.from_config(dna))
+    hippogriff = jax_models.HippogriffLanguageModelConfig(
+        vocab_size=30, features=16, num_kv_heads=2
+    )
+    save("hippogriff.pth", lambda: torch_ref.HippogriffLanguageModel.from_config(hippogriff))
+    if "recurrentgemma-2b" in page:
+        config = {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "vocab_size": 30}
+        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+        config |= {"lru_width": 8, "intermediate_size": 12}
+        griffin = jax_models.GriffinLanguageModelConfig.from_hf(config)
+        model = griffin.build(param_dtype="bfloat16", rngs=nnx.Rngs(0))
+        folder = Path("recurrentgemma-2b")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(jax_models.to_torch(model, "hf-file"), folder / "model.safetensors")
+
+
+if __name__ == "__main__":
+    _run_here(*map(Path, sys.argv[1:]))
