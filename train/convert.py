@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from jax_models import load_pretrained
+from jax_models import LanguageModel, load_pretrained
 from jax_models.options import CheckedFields
 from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_object
 from jax_models.weights.stored import StoredArray
@@ -100,7 +100,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     print(f"{target}: {type(model).__name__} in layout {layout}, {size / 1e6:,.1f} MB")
 
 
-def with_param_dtype(model: nnx.Module, dtype: str | None) -> nnx.Module:
+def with_param_dtype(model: LanguageModel, dtype: str | None) -> LanguageModel:
     """The model with its parameters in a dtype; None keeps their own."""
     if dtype is not None:
         params = nnx.state(model, nnx.Param)
