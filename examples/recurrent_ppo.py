@@ -18,17 +18,17 @@ from jax_models import GRU, ops
 ENVS, STEPS, EPOCHS, DISCOUNT, GAE_LAMBDA, CLIP = 128, 32, 4, 0.99, 0.95, 0.2
 
 
-def new_episodes(key):
+def new_episodes(keys):
     """Returns the sign, the steps left, and whether the next observation is an episode's first."""
-    signs = jax.random.rademacher(key, (ENVS,), float)
-    return signs, jax.random.randint(key, (ENVS,), 3, 10), jnp.ones(ENVS, bool)
+    signs = jax.random.rademacher(keys[0], (ENVS,), float)
+    return signs, jax.random.randint(keys[1], (ENVS,), 3, 10), jnp.ones(ENVS, bool)
 
 
-def env_step(key, env, action):
+def env_step(keys, env, action):
     """Returns the environments after an action (0: turn to −1, 1: to 1), rewards and ends."""
     sign, left, _ = env
     done, walked = left == 0, (sign, left - 1, jnp.zeros(ENVS, bool))
-    env = jax.tree.map(lambda new, old: jnp.where(done, new, old), new_episodes(key), walked)
+    env = jax.tree.map(lambda new, old: jnp.where(done, new, old), new_episodes(keys), walked)
     return env, done * sign * (2 * action - 1), done
 
 
@@ -38,13 +38,13 @@ class Policy(nnx.Module):
         self.gru = GRU(2, 32, time_major=True, rngs=rngs)  # time comes first, as in `lax.scan`
         self.head = nnx.Linear(32, 3, rngs=rngs)  # logits of the two actions, and the value
 
-    def act(self, carry, key):
+    def act(self, carry, keys):
         (sign, left, first), state = carry
         x, reset = jnp.stack([first * sign, left == 0], axis=-1), first | (not self.memory)
         y, state = self.gru.step(x, state, reset=reset)
         out = self.head(y)
-        action = jax.random.categorical(key, out[:, :2])
-        env, reward, done = env_step(key, carry[0], action)
+        action = jax.random.categorical(keys[0], out[:, :2])
+        env, reward, done = env_step(keys[1:], carry[0], action)
         return (env, state), (x, reset, action, out, reward, done)
 
 
@@ -75,8 +75,8 @@ def main(iterations: int = 150):
     for name in ("GRU", "feed-forward"):
         policy, rewards = Policy(memory=name == "GRU", rngs=nnx.Rngs(0)), []
         optimizer = nnx.Optimizer(policy, optax.adam(3e-3), wrt=nnx.Param)
-        start = new_episodes(jax.random.key(1)), policy.gru.init_state(ENVS)
-        for keys in jax.random.split(jax.random.key(0), (iterations, STEPS)):
+        start = new_episodes(jax.random.split(jax.random.key(1))), policy.gru.init_state(ENVS)
+        for keys in jax.random.split(jax.random.key(0), (iterations, STEPS, 3)):
             start, reward = train_step(policy, optimizer, start, keys)
             rewards.append(float(reward))
         print(f"{name}: mean reward {rewards[0]:.2f} at first, {rewards[-1]:.2f} at the end")
