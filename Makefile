@@ -18,6 +18,7 @@ $(VENV)/.installed: new-venv
 endif
 
 .DEFAULT_GOAL := train
+.NOTPARALLEL:
 .PHONY: train test test-all parity tpu-compile lint docs docs-serve bench bench-quick new-venv
 
 train: $(VENV)/.installed

@@ -62,9 +62,9 @@ def gather(folder: Path, cache: Path) -> dict[str, str]:
     """Writes the pages and the files that they refer to, and returns the pages' texts by place."""
     written = sources()
     places = {path: place for place, path in written.items()}
+    generated = reference.pages() | {"proved.md": proved()}  # which sets variables for a while
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
         found = [pool.submit(_outputs, path, cache) for path in written.values()]
-        generated = reference.pages() | {"proved.md": proved()}
     pages = {}
     for (place, path), outputs in zip(written.items(), found, strict=True):
         text = _with_links(path.read_text(encoding="utf-8"), path, place, places, folder)

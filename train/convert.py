@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
 import numpy as np
 import tyro
-from flax import nnx
 
 from jax_models import LanguageModel, load_pretrained
 from jax_models.options import CheckedFields
 from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_object
-from jax_models.weights.stored import StoredArray
+from jax_models.weights.layouts import params_of
+from jax_models.weights.stored import StoredArray, is_floating
 from jax_models.weights.transfer import stored_weights
 from train.files import whole
 from train.initial import is_run
@@ -101,10 +100,12 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
 
 def with_param_dtype(model: LanguageModel, dtype: str | None) -> LanguageModel:
-    """The model with its parameters in a dtype; None keeps their own."""
+    """The model with all of its floating weights in a dtype; None keeps their own."""
     if dtype is not None:
-        params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda array: array.astype(dtype), params))
+        for param in params_of(model).values():
+            value = np.asarray(param.get_value())
+            if is_floating(value):
+                param.set_value(value.astype(dtype))
     return model
 
 

@@ -313,7 +313,7 @@ def loaded(
     for path, param in params.items():
         like = param.get_value()
         own = [weights[k] for k in keys.get(path, ()) if k in weights and k.endswith(wide)]
-        dtype = _widest([like, *own])
+        dtype = _widest([like, *own]) if own else like.dtype
         place = like.sharding if sharding is None else sharding(path, like.shape)
         if sharding is not None or dtype != like.dtype:
             param.set_value(jax.ShapeDtypeStruct(like.shape, dtype, sharding=place))

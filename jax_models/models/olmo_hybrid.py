@@ -89,7 +89,7 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        return {"olmo-hybrid": Preset(cls())}
+        return {"olmo-hybrid": Preset(cls(), options={"num_steps": 1000})}
 
     def build(self, **options: Unpack[NormOptions]) -> "OLMoHybridLanguageModel":
         return OLMoHybridLanguageModel(self, **options)

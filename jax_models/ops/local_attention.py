@@ -12,6 +12,7 @@ from jax_models.ops.attention import attention
 from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
 from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
 from jax_models.ops.time_axis import states_between
+from jax_models.ops.varying import match_varying_axes
 
 
 @checked()
@@ -98,7 +99,7 @@ def _written(
     def written(cache: Array, new: Array) -> Array:
         new = new.astype(cache.dtype)
         if reset is not None:  # most steps reset no row, and need not touch the whole cache
-            begins = jnp.any(reset, axis=1)
+            cache, begins = match_varying_axes((cache, jnp.any(reset, axis=1)))
             cache = lax.cond(
                 jnp.any(begins),
                 lambda cache: jnp.where(begins[:, None, None, None], 0, cache),

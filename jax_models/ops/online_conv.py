@@ -281,10 +281,12 @@ def _advance(taps: Taps, max_length: int, params, state: LongConvState) -> LongC
 
 def _write_tile(taps, max_length, params, size, end, needed: Bool[Array, " batch"], turn, buffers):
     inputs, tiles = buffers
+    zeros = jnp.zeros((end.shape[0], size, inputs.shape[2]), inputs.dtype)
+    zeros, _ = match_varying_axes((zeros, inputs))
     tile = jax.lax.cond(
         turn == 0,
         lambda: _tile(taps, max_length, params, _take(inputs, end - size, size)),
-        lambda: jnp.zeros((end.shape[0], size, inputs.shape[2]), inputs.dtype),
+        lambda: zeros,
     )
     old = jax.lax.slice_in_dim(tiles, size - BLOCK, 2 * size - BLOCK, axis=1)
     new = jnp.where(needed[:, None, None], tile, old)

@@ -93,8 +93,17 @@ def test_is_checked_inside_shard_map(name):
         layer = nnx.merge(graphdef, params, rest)
         return layer.step(x[:, 0], layer(x, lengths=lengths)[1])[0]
 
+    def packed(params, x, lengths):
+        layer = nnx.merge(graphdef, params, rest)
+        reset = jnp.arange(x.shape[1])[None] == lengths[:, None]
+        y, _ = layer(x, reset=reset)
+        if case.causal:
+            layer.step(x[:, 0], layer.init_state(len(x)), reset=reset[:, 0])
+        return y
+
     steps = ((step, P("data")),) if case.causal else ()
-    for function, spec in ((outputs, P("data")), (gradient, P()), *steps):
+    resets = ((packed, P("data")),) if case.resettable else ()
+    for function, spec in ((outputs, P("data")), (gradient, P()), *steps, *resets):
         mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=spec)
         jax.eval_shape(mapped, params, x, lengths)
 
