@@ -257,6 +257,7 @@ def jax_mlp(w, x):
     return h @ w["3.weight"].T + w["3.bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_rounding_scatters_as_on_the_torch_side(dtype):
     twin = torch_mlp()

@@ -49,6 +49,7 @@ def example(tmp_path, monkeypatch, standard_promotion, capfd):
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_tagger(example):
     printed = example("tagger", steps=120)
     forward, both = printed.split("reads in both directions")
@@ -88,6 +89,7 @@ def test_own_training_loop(tmp_path):
     assert last < first / 2
 
 
+@pytest.mark.slow
 def test_port_a_crnn(example):
     wrong, right = example("port_a_crnn").split("epsilon=1e-05:")
     assert "first to depart: cnn.5, forward" in wrong

@@ -30,6 +30,7 @@ def test_a_view_sets_the_caches_of_a_model():
     assert [state.keys.shape[1] for state in model.init_state(1)] == [0, 4, 1024]
 
 
+@pytest.mark.slow
 def test_without_a_limit_whole_sequences_have_any_length(x64):
     layer, x = build(rngs=nnx.Rngs(0)), np.random.default_rng(0).standard_normal((2, 30, 8))
     lengths = np.array([30, 4])
@@ -118,6 +119,7 @@ def test_only_filled_slots_are_read(x64, num_steps):
         assert (np.asarray(gradient) != 0).sum() == position.sum() * 8
 
 
+@pytest.mark.slow
 def test_a_step_of_several_states_at_once(x64):
     """The states have different positions, so the loop over the cache ends at different tiles."""
     layer, rng = build(max_length=1100, rngs=nnx.Rngs(0)), np.random.default_rng(0)
@@ -133,6 +135,7 @@ def test_a_step_of_several_states_at_once(x64):
             assert_same(found[i], expected, f"state {i}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [build, partial(build, window=150)])
 def test_an_export_for_any_number_of_steps_attends_over_several_tiles(x64, layer):
     graphdef, params = nnx.split(layer(rngs=nnx.Rngs(0)))
@@ -151,6 +154,7 @@ def test_an_export_for_any_number_of_steps_attends_over_several_tiles(x64, layer
     jax.tree.map(lambda a, b: assert_same(a, b, "any number of steps"), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_the_gradient_of_a_cache_narrower_than_the_queries(x64, dtype):
     """It is that of a cache in the queries' dtype."""
@@ -188,6 +192,7 @@ def test_attention_without_a_mask_is_causal(x64, window):
         ops.attention(q, k, v, mask, window=3)
 
 
+@pytest.mark.slow
 def test_dropout_of_weights_continues_from_a_state(x64):
     """Dropout sees the same weights whether the keys are in the state or in the sequence."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))

@@ -159,6 +159,7 @@ def test_parts_make_the_gradient_of_the_whole_each_with_a_key_of_its_own():
     chex.assert_trees_all_equal(whole, value_and_grad(params, key, rows[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
     losses = []

@@ -184,6 +184,7 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
         assert capsys.readouterr().out.removeprefix("a b").strip() == text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_tuned_checkpoint_becomes_a_folder_of_transformers(recurrent_gemma):
     Path("a.txt").write_text("a b c " * 40)

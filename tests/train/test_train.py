@@ -252,6 +252,7 @@ def test_resuming_gives_the_run_of_as_many_epochs(by_rows, text_file, tmp_path):
     chex.assert_trees_all_equal(*weights)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
     optimizer = {"clip-norm": "0.2", "betas": "0.9 0.98", "weight-decay": "0.4"}

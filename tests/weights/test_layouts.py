@@ -61,6 +61,7 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(name):
         assert_same_weights(to_torch(loaded), to_torch(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_tied_keys_may_be_repeated_or_left_out(name):
     """A tied head, for example, may be in a checkpoint in any layout that has a key for it."""
