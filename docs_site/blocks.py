@@ -114,7 +114,6 @@ def run(page: Path, folder: Path) -> list[Output]:
 def _run_here(page: Path, folder: Path) -> None:
     """Runs the blocks of a page in this process, and writes their outputs as JSON."""
     text = page.read_text(encoding="utf-8")
-    make_files(text)
     # What looks up a class by the name of its module, such as a dataclass, finds the page.
     module = sys.modules["page"] = ModuleType("page")
     warnings.filterwarnings("error", module="page")
@@ -133,44 +132,6 @@ def _run_here(page: Path, folder: Path) -> None:
         outputs.append(Output(printed.getvalue(), figures))
     fields = json.dumps([*map(dataclasses.asdict, outputs)])
     (folder / f"{page.stem}.json").write_text(fields, encoding="utf-8")
-
-
-def make_files(page: str) -> None:
-    """Writes the small checkpoints that take the place of published ones, if a page names them."""
-    if ".pth" not in page and "recurrentgemma-2b" not in page:
-        return
-    import torch
-    from flax import nnx
-    from safetensors.numpy import save_file
-
-    import jax_models
-    import torch_ref
-
-    def save(name: str, make) -> None:
-        if name in page:
-            torch.save(make().state_dict(), name)
-
-    save("RWKV-4-Pile-169M.pth", lambda: torch_ref.RWKVLanguageModel(30, 8, 2, 32))
-    rwkv7 = jax_models.RWKV7LanguageModelConfig(
-        vocab_size=30, features=8, num_layers=2, head_size=4
-    )
-    save("RWKV-x070-World-0.1B.pth", lambda: torch_ref.RWKV7LanguageModel.from_config(rwkv7))
-    dna = jax_models.HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9)
-    save("hyenadna.pth", lambda: torch_ref.HyenaDNALanguageModel.from_config(dna))
-    hippogriff = jax_models.HippogriffLanguageModelConfig(
-        vocab_size=30, features=16, num_kv_heads=2
-    )
-    save("hippogriff.pth", lambda: torch_ref.HippogriffLanguageModel.from_config(hippogriff))
-    if "recurrentgemma-2b" in page:
-        config = {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "vocab_size": 30}
-        config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
-        config |= {"lru_width": 8, "intermediate_size": 12}
-        griffin = jax_models.GriffinLanguageModelConfig.from_hf(config)
-        model = griffin.build(param_dtype="bfloat16", rngs=nnx.Rngs(0))
-        folder = Path("recurrentgemma-2b")
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file(jax_models.to_torch(model, "hf-file"), folder / "model.safetensors")
 
 
 if __name__ == "__main__":

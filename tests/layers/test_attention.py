@@ -121,7 +121,7 @@ def test_only_filled_slots_are_read(x64, num_steps):
 
 @pytest.mark.slow
 def test_a_step_of_several_states_at_once(x64):
-    """The states have different positions, so the loop over the cache ends at different tiles."""
+    """The states have different positions, so different tiles of their caches are filled."""
     layer, rng = build(max_length=1100, rngs=nnx.Rngs(0)), np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 3, 2, 1100, 2, 2))
     positions = jnp.array([[0, 3], [600, 541], [1099, 20]], jnp.int32)

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import train.convert as command
 from jax_models import (
     GriffinLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
     RWKVLanguageModelConfig,
     load_pretrained,
     to_torch,
@@ -77,6 +78,14 @@ def test_the_config_and_the_tokenizer_come_along(folder):
     weights = load_file(folder / "model.safetensors")
     for key, array in to_torch(load_pretrained("other"), "hf-file").items():
         assert array.tobytes() == weights[key].astype(jnp.bfloat16).tobytes(), key
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_all_floating_weights_get_the_dtype_of_a_run(dtype):
+    """Also those that are not trained, such as HyenaDNA's positions, and without JAX's x64."""
+    config = HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9)
+    model = command.with_param_dtype(config.build(rngs=nnx.Rngs(0)), dtype)
+    assert {str(array.dtype) for array in to_torch(model).values()} == {dtype}
 
 
 def test_large_weights_are_written_in_parts(folder, monkeypatch):
