@@ -17,6 +17,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+"""Virtual devices wait for each other this long, in place of 40 s, before XLA ends the process.
+
+On a machine with two busy cores one of eight devices may well be 40 s late."""
+
 QUICK = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -46,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Sets XLA's flags, before JAX starts it."""
     given = os.environ.get("XLA_FLAGS", "").split()
-    if not config.option.optimized:
-        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *QUICK]))
+    flags = [PATIENT] if config.option.optimized else [PATIENT, *QUICK]
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *flags]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -36,7 +36,8 @@ from jax_models.weights.layouts import params_of
 
 COLUMNS = P(None, "model")
 NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
-EIGHT = {"JAX_NUM_CPU_DEVICES": "8"}
+EIGHT = {"JAX_NUM_CPU_DEVICES": "8", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
+"""Eight devices, which run one program after the other, so that no two wait for each other."""
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
@@ -194,6 +195,6 @@ def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")
 def test_on_eight_devices():
     """Runs in another process, because the number of devices must be set before JAX starts."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "--capture=no", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env=os.environ | EIGHT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
