@@ -135,9 +135,9 @@ def _keys(source: Any) -> list[str]:
     return [size.key for size in sizes if isinstance(size, Size)]
 
 
-def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
-    """A source for `Layout.sizes`: whether the checkpoint has a weight with this key."""
-    return lambda checkpoint, fields: checkpoint.find(key) is not None
+def has(key: str, there: Any = True, otherwise: Any = False) -> Callable[[Checkpoint, Fields], Any]:
+    """A source for `Layout.sizes`: one of two values, as the checkpoint has this key or not."""
+    return lambda checkpoint, fields: there if checkpoint.find(key) is not None else otherwise
 
 
 def tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:

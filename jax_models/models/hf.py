@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jax_models.models.architecture import Checkpoint, Fields, whole_key
-from jax_models.models.language_model import StackConfig
+from jax_models.models.language_model import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 """The fields that are in `rope_parameters`, or in older files at the top level."""
@@ -32,7 +32,7 @@ def kinds_by_key(
     return pattern
 
 
-class HFConfig(StackConfig):
+class HFConfig(BlocksConfig):
     """The base class of configs that a config.json of transformers determines.
 
     The blocks of such a model are of several kinds, in a pattern that repeats.
@@ -59,7 +59,6 @@ class HFConfig(StackConfig):
     undetermined: ClassVar[tuple[str, ...]] = ()
     """The fields that `from_state_dict` must be given, because no shape determines them."""
 
-    num_layers: int
     block_types: tuple[Any, ...]
 
     def __post_init__(self):
