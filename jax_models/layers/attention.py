@@ -307,10 +307,9 @@ class Attention(CachedAttention):
                 *(row for p in ("q_proj", "k_proj", "v_proj") for row in linear(p, p, bias=bias)),
                 *linear("out_proj", out_proj, bias=self.out_proj.use_bias),
                 *(
-                    row
-                    for part in ("q", "k")
+                    rms_norm("q_norm", f"q_{norm}") + rms_norm("k_norm", f"k_{norm}")
                     if self.qk_norm is not None
-                    for row in rms_norm(f"{part}_norm", f"{part}_{norm}")
+                    else []
                 ),
             ]
 
