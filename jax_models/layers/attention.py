@@ -207,11 +207,8 @@ class Attention(CachedAttention):
                 f"max_length: expected None with window={window}, which sets the size of the "
                 f"state, got {max_length}"
             )
-        self.num_heads, self.num_kv_heads, self.head_features = (
-            num_heads,
-            num_kv_heads,
-            head_features,
-        )
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_features = head_features
         self.window, self.max_length = window, max_length
         self.rotary_features = head_features if rotary_features is None else rotary_features
         if self._rotated > head_features:

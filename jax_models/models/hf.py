@@ -56,8 +56,6 @@ class HFConfig(BlocksConfig):
     """The values that fields of a config.json can have, the default first."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
-    undetermined: ClassVar[tuple[str, ...]] = ()
-    """The fields that `from_state_dict` must be given, because no shape determines them."""
 
     block_types: tuple[Any, ...]
 
@@ -84,18 +82,6 @@ class HFConfig(BlocksConfig):
         if fields is None:
             return cls.from_state_dict(weights, **options)
         return dataclasses.replace(cls.from_hf(fields), **options)
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads the config from keys and shapes. Some fields must be given."""
-        config = super().from_state_dict(state_dict, **options)
-        for name in cls.undetermined:
-            if name not in options:
-                raise ValueError(
-                    f"{name}: no shape determines it; pass {name}=…, or load the folder with the "
-                    "config.json"
-                )
-        return config
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:

@@ -131,7 +131,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     batch, time, features = u.shape
     # A chunk is one step if documents may begin anywhere or the number of steps is symbolic. If
     # time is divided over devices, each device must have whole chunks.
-    if rows.reset is not None or is_symbolic_dim(time):
+    if rows.reset is not None or is_symbolic_dim(u.shape[1]):
         size = 1
     else:
         size = max(min(time, CHUNK), 1) if rows.time_axis is None else math.gcd(time, CHUNK)

@@ -64,7 +64,7 @@ class DeviceScan:
 
     def __call__(
         self,
-        step: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
+        step: Callable[..., Any],
         start: Sequence[Array],
         xs: Sequence[Array],
         *,
