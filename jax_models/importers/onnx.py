@@ -2,7 +2,7 @@
 
 __all__ = ["from_onnx", "onnx_table"]
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,46 +129,30 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         or (first.bias_ih is None) != (first.bias_hh is None)
     ):
         raise ValueError("layer: expected one layer without a projection, with both biases or none")
-    # ONNX orders the gates differently, and stores all directions in one array.
+    # ONNX orders the gates differently, and stores all directions, and both biases of each, in
+    # one array.
     directions = range(layer.num_directions)
     to_onnx = next(order for kind, order in ORDERS.items() if isinstance(layer, kind))
-    to_ours = tuple(int(i) for i in np.argsort(to_onnx))
 
-    def stacked(arrays: list[Any]) -> Any:
-        return namespace(arrays[0]).stack(arrays)
+    def row(key: str, order: Sequence[int], *names: str) -> Weight:
+        params = tuple(f"cells.{d}.{name}" for d in directions for name in names)
+        to_ours = tuple(int(i) for i in np.argsort(order))
 
-    def kernels(name: str, key: str) -> Weight:
-        return Weight(
-            tuple(f"cells.{d}.{name}" for d in directions),
-            (key,),
-            lambda a: tuple(reordered(matrix.T, to_ours) for matrix in a),
-            lambda *a: (stacked([reordered(matrix, to_onnx).T for matrix in a]),),
-        )
+        def to_jax(a: Any) -> tuple[Any, ...]:
+            arrays = a.reshape(len(params), -1, *a.shape[2:])
+            return tuple(reordered(array.T, to_ours) for array in arrays)
 
-    table = [kernels("kernel_ih", "W"), kernels("kernel_hh", "R")]
-    # A row of B holds both biases of a direction.
+        def to_torch(*arrays: Any) -> tuple[Any]:
+            a = namespace(arrays[0]).stack([reordered(array, order).T for array in arrays])
+            return (a.reshape(len(directions), -1, *a.shape[2:]),)
+
+        return Weight(params, (key,), to_jax, to_torch)
+
+    table = [row("W", to_onnx, "kernel_ih"), row("R", to_onnx, "kernel_hh")]
     if first.bias_ih is not None:
-        biases = [f"cells.{d}.{name}" for d in directions for name in ("bias_ih", "bias_hh")]
-        table.append(
-            Weight(
-                tuple(biases),
-                ("B",),
-                lambda a: tuple(reordered(b, to_ours) for b in a.reshape(len(biases), -1)),
-                lambda *a: (
-                    stacked([reordered(b, to_onnx) for b in a]).reshape(len(directions), -1),
-                ),
-            )
-        )
+        table.append(row("B", to_onnx, "bias_ih", "bias_hh"))
     if first.peephole is not None:
-        i_f_o = (0, 2, 1)  # from ONNX's order i, o, f and back
-        table.append(
-            Weight(
-                tuple(f"cells.{d}.peephole" for d in directions),
-                ("P",),
-                lambda a: tuple(reordered(row, i_f_o) for row in a),
-                lambda *a: (stacked([reordered(p, i_f_o) for p in a]),),
-            )
-        )
+        table.append(row("P", (0, 2, 1), "peephole"))  # from i, f, o to ONNX's order i, o, f
     return table
 
 

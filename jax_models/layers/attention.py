@@ -207,11 +207,8 @@ class Attention(CachedAttention):
                 f"max_length: expected None with window={window}, which sets the size of the "
                 f"state, got {max_length}"
             )
-        self.num_heads, self.num_kv_heads, self.head_features = (
-            num_heads,
-            num_kv_heads,
-            head_features,
-        )
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_features = head_features
         self.window, self.max_length = window, max_length
         self.rotary_features = head_features if rotary_features is None else rotary_features
         if self._rotated > head_features:
@@ -307,10 +304,9 @@ class Attention(CachedAttention):
                 *(row for p in ("q_proj", "k_proj", "v_proj") for row in linear(p, p, bias=bias)),
                 *linear("out_proj", out_proj, bias=self.out_proj.use_bias),
                 *(
-                    row
-                    for part in ("q", "k")
+                    rms_norm("q_norm", f"q_{norm}") + rms_norm("k_norm", f"k_{norm}")
                     if self.qk_norm is not None
-                    for row in rms_norm(f"{part}_norm", f"{part}_{norm}")
+                    else []
                 ),
             ]
 

@@ -12,7 +12,7 @@ __all__ = [
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +29,6 @@ from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
 from jax_models.options import LayerOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
-
-
-class Filter(Protocol):
-    """A module that computes the filters of a Hyena block."""
-
-    def __call__(self, length: int, /) -> Float[Array, "order features length"]:
-        """Returns the first `length` taps of each filter."""
-        ...
-
-    def torch_layouts(self) -> Layouts:
-        """The weight tables of the filters."""
-        ...
 
 
 class HyenaState(NamedTuple):
@@ -62,7 +50,11 @@ class FilterTaps:
 
 
 class HyenaOperator(SequenceLayer[HyenaState]):
-    """The base class of Hyenas: the projections, the long convolutions, and their state."""
+    """The base class of Hyenas: the projections, the long convolutions, and their state.
+
+    `make_filter` makes the module whose call computes the taps of all filters, (order, features,
+    length), given a length.
+    """
 
     divides_time = True
 
@@ -72,7 +64,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self,
         features: int,
         max_length: int,
-        make_filter: Callable[[], Filter],
+        make_filter: Callable[[], Any],
         *,
         order: int,
         num_filters: int,
@@ -86,7 +78,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         matrix, rngs = with_inits(options, torch_uniform(features)), options["rngs"]
         self.proj_input = Linear(features, (order + 1) * features, **matrix)
         self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
-        self.filter: Filter | FixedFilter = make_filter()
+        self.filter = make_filter()
         self.B = nnx.Param(
             jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype)
         )

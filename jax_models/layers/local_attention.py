@@ -82,13 +82,7 @@ class LocalAttention(Attention):
     def torch_layouts(self) -> Layouts:
         """`hf`, and the layouts of recurrentgemma or hippogriff if it has such a layer."""
         bias = self.q_proj.use_bias
-        inputs = ("q_proj", "k_proj", "v_proj")
-        layouts = {
-            "hf": [
-                *(row for p in inputs for row in linear(p, p, bias=bias)),
-                *linear("out_proj", "o_proj", bias=self.out_proj.use_bias),
-            ]
-        }
+        layouts = {"hf": super().torch_layouts()["qwen3_5"]}
         if not (bias or self.out_proj.use_bias):
             layouts["hippogriff"] = [
                 transposed("q_proj.kernel", "q.weight"),
@@ -98,7 +92,7 @@ class LocalAttention(Attention):
         elif self.num_kv_heads == 1 and not bias:
             for layout, rows in (("deepmind", dense), ("deepmind-torch", linear)):
                 layouts[layout] = [
-                    *(row for p in inputs for row in rows(p, f"proj_{p[0]}", bias=False)),
+                    *(row for n in "qkv" for row in rows(f"{n}_proj", f"proj_{n}", bias=False)),
                     *rows("out_proj", "proj_final"),
                 ]
         return layouts

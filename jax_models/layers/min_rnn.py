@@ -20,11 +20,13 @@ from jax_models.weights import Layouts, gates
 
 
 class MinRNN(SequenceLayer[MinRNNState]):
-    """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `operator`."""
+    """Layers of a minimal gated recurrence. Subclasses set `gate_names` and `operator`."""
 
     divides_time = True
 
     gate_names: ClassVar[str]
+    operator: ClassVar[Callable[..., Any]]
+    """The recurrence of one layer: `ops.min_gru` or `ops.min_lstm`."""
 
     def __init__(
         self,
@@ -54,10 +56,6 @@ class MinRNN(SequenceLayer[MinRNNState]):
             for size in sizes
         )
 
-    def operator(self) -> Callable[..., Any]:
-        """The recurrence of one layer, set by the subclass: `ops.min_gru` or `ops.min_lstm`."""
-        raise NotImplementedError  # a subclass defines it
-
     def init_state(self, batch_size: int) -> MinRNNState:
         """Zeros, (num_layers, batch, hidden_features), in at least float32."""
         shape = (len(self.gates), batch_size, self.hidden_features)
@@ -70,7 +68,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
         for layer, linear in enumerate(self.gates):
             weights = {"kernel": linear.kernel, "bias": linear.bias}
             weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
-            y, h = self.operator()(
+            y, h = self.operator(
                 self.dropout(x) if layer else x,
                 MinRNNState(state.h[layer]),
                 **weights,
@@ -128,9 +126,7 @@ class MinGRU(MinRNN):
     """
 
     gate_names = "zh"
-
-    def operator(self):
-        return ops.min_gru
+    operator = staticmethod(ops.min_gru)
 
 
 class MinLSTM(MinRNN):
@@ -146,6 +142,4 @@ class MinLSTM(MinRNN):
     """
 
     gate_names = "fih"
-
-    def operator(self):
-        return ops.min_lstm
+    operator = staticmethod(ops.min_lstm)

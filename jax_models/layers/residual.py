@@ -44,25 +44,10 @@ class ResidualBlock(SequenceLayer[State]):
         """The mixer, whose restrictions also apply to the block."""
         return getattr(self, self.parts[1])
 
-    @property
-    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the block has a `step`."""
-        return self._mixer.causal
-
-    @property
-    def noncausal_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why the block has no `step`."""
-        return self._mixer.noncausal_reason
-
-    @property
-    def resettable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether documents can be packed."""
-        return self._mixer.resettable
-
-    @property
-    def unresettable_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why documents cannot be packed."""
-        return self._mixer.unresettable_reason
+    causal: Any = property(lambda self: self._mixer.causal)
+    noncausal_reason: Any = property(lambda self: self._mixer.noncausal_reason)
+    resettable: Any = property(lambda self: self._mixer.resettable)
+    unresettable_reason: Any = property(lambda self: self._mixer.unresettable_reason)
 
     def init_state(self, batch_size: int) -> State:
         return self._mixer.init_state(batch_size)

@@ -132,7 +132,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         structure. It traces each group once and unrolls it, or with `scan_layers` or `remat`, runs
         it as a scan.
         """
-        if not _is_traced((x, state, nnx.state(self))):
+        leaves = jax.tree.leaves((x, state, nnx.state(self)))
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
             last_states = []
             for layer, layer_state in zip(self.layers, state, strict=True):
                 check_in_features(x, layer)  # the caller may have replaced a layer
@@ -155,7 +156,10 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
     def _scans(self, layers: Sequence[SequenceLayer], time: int) -> bool:
         """Whether to scan: on request, over several steps of layers without shared variables."""
         asked_for = self.scan_layers or self.remat != "none"
-        return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
+        if not asked_for or len(layers) == 1 or time == 1:
+            return False
+        apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
+        return len(jax.tree.leaves(nnx.state(layers))) == apart
 
     def torch_layouts(self) -> Layouts:
         """The layouts that all layers have, with numbered keys."""
@@ -243,17 +247,8 @@ def _scanned(
     return x, last_states
 
 
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
-
-
 def _structure(layer: SequenceLayer, state: Any) -> Any:
     """Returns a key that is equal for layers that can share one compiled program."""
     graphdef, arrays = nnx.split(layer)
     leaves, treedef = jax.tree.flatten((arrays, state))
     return graphdef, treedef, [jax.typeof(leaf) for leaf in leaves]
-
-
-def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
-    apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
-    return len(jax.tree.leaves(nnx.state(layers))) < apart

@@ -135,9 +135,9 @@ def _keys(source: Any) -> list[str]:
     return [size.key for size in sizes if isinstance(size, Size)]
 
 
-def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
-    """A source for `Layout.sizes`: whether the checkpoint has a weight with this key."""
-    return lambda checkpoint, fields: checkpoint.find(key) is not None
+def has(key: str, there: Any = True, otherwise: Any = False) -> Callable[[Checkpoint, Fields], Any]:
+    """A source for `Layout.sizes`: one of two values, as the checkpoint has this key or not."""
+    return lambda checkpoint, fields: there if checkpoint.find(key) is not None else otherwise
 
 
 def tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
@@ -167,6 +167,8 @@ class ModelConfig(CheckedFields):
     """Endings of the keys of weights that the model reads in at least float32. If a checkpoint has
     them in a wider dtype than all others, `load_pretrained` keeps both dtypes.
     """
+    undetermined: ClassVar[tuple[str, ...]] = ()
+    """The fields that `from_state_dict` must be given, because no shape determines them."""
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
@@ -264,7 +266,13 @@ class ModelConfig(CheckedFields):
             raise ValueError(f"state_dict: {locate_keys(state_dict, cls.layout_keys()) or lacks}")
         # Drop a field that the config does not have: a recurrent model has no `features` of its
         # own.
-        return cls(**{k: v for k, v in fields.items() if k in options or k in cls.field_types()})
+        known = {*options, *cls.field_types()}
+        config = cls(**{name: value for name, value in fields.items() if name in known})
+        for name in config.undetermined:
+            if name not in options:
+                folder = ", or load the folder with the config.json" if cls.model_types else ""
+                raise ValueError(f"{name}: no shape determines it; pass {name}=…{folder}")
+        return config
 
 
 Config = TypeVar("Config", bound=ModelConfig)

@@ -180,7 +180,7 @@ def _host(
 ) -> Iterator[Int[np.ndarray, " batch"]]:
     """Yields the tokens of each call, after the next call has been dispatched.
 
-    Ends once all rows have stopped.
+    Ends once all rows have stopped. Raises an error at a token that could not be drawn.
     """
     call = next(calls)
     if isinstance(call[0], Tracer):
@@ -188,21 +188,15 @@ def _host(
     stopped = np.zeros(call[0].shape[1], bool)
     while call is not None:
         following = next(calls, None)
-        for token in _checked_tokens(*call):
+        for token in np.asarray(call[0])[: call[1]]:
+            if (token < 0).any():
+                rows = np.flatnonzero(token < 0).tolist()
+                raise ValueError(
+                    f"model: expected finite logits, got NaN or infinite ones in rows {rows}; "
+                    "check that its weights are finite"
+                )
             yield token
             stopped |= stops[token]
             if stopped.all():
                 return
         call = following
-
-
-def _checked_tokens(tokens: Tokens, count: int) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Yields the first `count` tokens of a call. Raises an error at one that could not be drawn."""
-    for token in np.asarray(tokens)[:count]:
-        if (token < 0).any():
-            rows = np.flatnonzero(token < 0).tolist()
-            raise ValueError(
-                f"model: expected finite logits, got NaN or infinite ones in rows {rows}; check "
-                "that its weights are finite"
-            )
-        yield token

@@ -4,8 +4,7 @@ __all__ = ["GPModel", "GPModelConfig"]
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from flax import nnx
 
@@ -26,8 +25,6 @@ BLOCKS: dict[Block, type[SequenceLayer]] = {
     "authentic-hyena": AuthenticHyenaBlock,
     "attention": SelfAttentionBlock,
 }
-NOT_IN_SHAPES: dict[Block, str] = {"authentic-hyena": "implicit", "attention": "num_heads"}
-"""For each kind of block, the config field that no tensor shape determines."""
 
 
 def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
@@ -99,14 +96,12 @@ class GPModelConfig(StackConfig):
     embedding_dropout_rate: Rate = 0.0
     """Rate of the dropout of the embeddings."""
 
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads a checkpoint's config. Attention needs `num_heads`, authentic Hyena `implicit`."""
-        config = super().from_state_dict(state_dict, **options)
-        name = NOT_IN_SHAPES.get(config.block)
-        if name is not None and name not in options:
-            raise ValueError(f"{name}: no shape determines it; pass {name}=…")
-        return config
+    @property
+    def undetermined(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> tuple[str, ...]:
+        """The fields that `from_state_dict` must be given for this kind of block."""
+        return {"attention": ("num_heads",), "authentic-hyena": ("implicit",)}.get(self.block, ())
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:

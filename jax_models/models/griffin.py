@@ -3,7 +3,7 @@
 __all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack, get_args
 
 import ml_dtypes
@@ -21,31 +21,28 @@ HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "ge
 """The activations' names in transformers and in this package, transformers' default first."""
 
 
-def _heads_of_keys(size: int, fields: Fields) -> int:
-    """The number of heads, if all of them share one head of keys and values."""
-    return fields["features"] // size
-
-
-def _kv_heads(size: int, fields: Fields) -> int:
-    return size * fields["num_heads"] // fields["features"]
-
-
-def _all_blocks(size: int, fields: Fields) -> int:
-    """The width of a recurrence, from the size of a gate's block. There is one block per head."""
-    return size * fields["num_heads"]
-
-
 def _sizes(
     *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
 ) -> dict[str, Any]:
-    """The `sizes` of a layout. No shape determines the window, so it is an argument."""
+    """The `sizes` of a layout. No shape determines the window, so it is an argument.
+
+    The gates have one block per head. Without a recurrence, all heads of the attention share one
+    head of keys and values.
+    """
+
+    def of_keys(convert: Callable[[int, Fields], int]) -> Size:
+        return keys._replace(convert=convert)
+
     return {
         "mlp_features": mlp,
         "block_types": kinds_by_key(gate, "recurrent", "attention"),
-        "num_heads": (Size(gate, 0, rank=3), keys._replace(convert=_heads_of_keys)),
-        "recurrent_features": (Size(gate, 1, rank=3, convert=_all_blocks), ...),
+        "num_heads": (Size(gate, 0, rank=3), of_keys(lambda n, fields: fields["features"] // n)),
+        "recurrent_features": (Size(gate, 1, 3, lambda n, fields: n * fields["num_heads"]), ...),
         "kernel_size": (conv, ...),
-        "num_kv_heads": (keys._replace(convert=_kv_heads), ...),
+        "num_kv_heads": (
+            of_keys(lambda n, fields: n * fields["num_heads"] // fields["features"]),
+            ...,
+        ),
         "attention_bias": has(query_bias),
         "window": window,
     }
@@ -120,12 +117,6 @@ class GriffinLanguageModelConfig(HFConfig):
         "deepmind-torch": _deepmind(Size("*.attention_block.proj_k.weight", 0)),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Number of residual blocks."""
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
     recurrent_features: int = 192

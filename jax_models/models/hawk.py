@@ -11,17 +11,13 @@ from jax_models.layers.hawk import HawkBlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.rg_lru import Parameterization
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.architecture import Layout, Size, has
+from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
 from jax_models.options import NormOptions
 
 
-def _parameterization(checkpoint: Checkpoint, fields: Fields) -> Parameterization:
-    return "softplus" if checkpoint.find("*.hawk.rglru.a_param") else "direct"
-
-
 @dataclasses.dataclass(frozen=True)
-class HawkLanguageModelConfig(StackConfig):
+class HawkLanguageModelConfig(BlocksConfig):
     """The config of the Hawk language model."""
 
     family: ClassVar = "Hawk"
@@ -34,17 +30,11 @@ class HawkLanguageModelConfig(StackConfig):
             sizes={
                 "mlp_features": Size("*.mlp.gate_proj.weight", 0),
                 "kernel_size": Size("*.hawk.conv.conv.weight", 2, rank=3),
-                "parameterization": _parameterization,
+                "parameterization": has("*.hawk.rglru.a_param", "softplus", "direct"),
             },
         ),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Number of residual blocks."""
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4

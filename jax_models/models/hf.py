@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jax_models.models.architecture import Checkpoint, Fields, whole_key
-from jax_models.models.language_model import StackConfig
+from jax_models.models.language_model import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 """The fields that are in `rope_parameters`, or in older files at the top level."""
@@ -32,7 +32,7 @@ def kinds_by_key(
     return pattern
 
 
-class HFConfig(StackConfig):
+class HFConfig(BlocksConfig):
     """The base class of configs that a config.json of transformers determines.
 
     The blocks of such a model are of several kinds, in a pattern that repeats.
@@ -56,10 +56,7 @@ class HFConfig(StackConfig):
     """The values that fields of a config.json can have, the default first."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
-    undetermined: ClassVar[tuple[str, ...]] = ()
-    """The fields that `from_state_dict` must be given, because no shape determines them."""
 
-    num_layers: int
     block_types: tuple[Any, ...]
 
     def __post_init__(self):
@@ -85,18 +82,6 @@ class HFConfig(StackConfig):
         if fields is None:
             return cls.from_state_dict(weights, **options)
         return dataclasses.replace(cls.from_hf(fields), **options)
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads the config from keys and shapes. Some fields must be given."""
-        config = super().from_state_dict(state_dict, **options)
-        for name in cls.undetermined:
-            if name not in options:
-                raise ValueError(
-                    f"{name}: no shape determines it; pass {name}=…, or load the folder with the "
-                    "config.json"
-                )
-        return config
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:

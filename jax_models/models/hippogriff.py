@@ -9,17 +9,12 @@ from typing import ClassVar, Unpack
 from flax import nnx
 
 from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.architecture import Fields, Layout, Size, has
+from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
 from jax_models.options import NormOptions
 
 TIME = "backbone.0.time."
 """The prefix of the time_module of block 0 in version 0.0.3. A time_module is not always a Hawk."""
-
-
-def _version(checkpoint: Checkpoint, fields: Fields) -> Version:
-    """The version, recognized by the name of the recurrence, which is `time` in 0.0.3."""
-    return "0.0.3" if checkpoint.find("*.time.forget_base") else "0.0.2"
 
 
 def _num_heads(size: int, fields: Fields) -> int:
@@ -33,7 +28,7 @@ GRIFFIN_LM = Layout(
     "output_norm.gamma",
     "lm_head.weight",
     sizes={
-        "version": _version,
+        "version": has("*.time.forget_base", "0.0.3", "0.0.2"),
         "hidden_features": (
             Size("*.time.forget_base", 0, rank=1),
             Size("*.hawk.forget_base", 0, rank=1),
@@ -53,7 +48,7 @@ GRIFFIN_LM = Layout(
 
 
 @dataclasses.dataclass(frozen=True)
-class HippogriffLanguageModelConfig(StackConfig):
+class HippogriffLanguageModelConfig(BlocksConfig):
     """The language model of hippogriff."""
 
     family: ClassVar = "hippogriff"
@@ -63,10 +58,6 @@ class HippogriffLanguageModelConfig(StackConfig):
         "hippogriff-file": GRIFFIN_LM._replace(blocks_layout="hippogriff", repeats_embedding=False),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
     num_layers: int = 2
     """Number of blocks, each with a recurrence and, unless `num_heads` is None, attention."""
     hidden_features: int = 288

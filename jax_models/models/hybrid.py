@@ -63,10 +63,6 @@ class HybridConfig(HFConfig):
         "initializer_range": "initializer_range",
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
     num_layers: int = 4
     """Number of residual blocks."""
     mlp_features: int = 512

@@ -95,6 +95,18 @@ class StackConfig(LanguageModelConfig):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class BlocksConfig(StackConfig):
+    """The base class of the configs of models of residual blocks, with the sizes that all have."""
+
+    vocab_size: int = 256
+    """Number of distinct tokens."""
+    features: int = 192
+    """Width of the model."""
+    num_layers: int = 3
+    """Number of residual blocks."""
+
+
 class LanguageModelState(NamedTuple):
     """The state of a language model: the state of its blocks, and each row's position."""
 

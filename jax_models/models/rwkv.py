@@ -18,7 +18,7 @@ from jax_models.layers.rwkv import RWKVBlock
 from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
 from jax_models.layers.rwkv_version import describe_other_version, rwkv_version
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
 from jax_models.options import Initializer, NormOptions
 from jax_models.sequence import SequenceLayer
 
@@ -28,15 +28,8 @@ HF = Layout("rwkv.embeddings.weight", "rwkv.blocks", "rwkv.ln_out.weight", "head
 
 
 @dataclasses.dataclass(frozen=True)
-class RWKVConfig(StackConfig):
+class RWKVConfig(BlocksConfig):
     """The base class of the configs of RWKV language models. The `family` is the version."""
-
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Number of residual blocks."""
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:

@@ -1,14 +1,21 @@
 """The products x W + b of every gate and projection."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.arguments import checked
 
 WIDE_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)
+
+product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+"""A matrix product in full precision. XLA's CPU backend fails on arrays of more than eight axes."""
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+"""A product with a transposed array, of which the backward pass does not store the transpose."""
 
 
 def carry_dtype(dtype) -> jnp.dtype:

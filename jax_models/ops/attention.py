@@ -45,7 +45,12 @@ def attention(
     """
     check_heads(q, k)
     if mask is None:
-        step = jnp.arange(_checked_keys(q, k), dtype=jnp.int32)
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"k: expected the {q.shape[1]} steps of q, because there is no mask, "
+                f"got {k.shape[1]}"
+            )
+        step = jnp.arange(q.shape[1], dtype=jnp.int32)
         first = jnp.zeros_like(step) if window is None else jnp.maximum(step - window + 1, 0)
         if dropout is None:
             first = jnp.broadcast_to(first, q.shape[:2])
@@ -62,15 +67,6 @@ def attention(
     y = _attention(q, k, v, mask[:, None], dropout)
     y = _zero_where(~jnp.any(mask, axis=2), y)
     return jnp.where(faulty[..., None, None], jnp.nan, y)
-
-
-def _checked_keys(q: Array, k: Array) -> int:
-    """Returns the number of steps, or raises an error if that of k differs from that of q."""
-    if k.shape[1] != q.shape[1]:
-        raise ValueError(
-            f"k: expected the {q.shape[1]} steps of q, because there is no mask, got {k.shape[1]}"
-        )
-    return q.shape[1]
 
 
 def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps heads features"]):

@@ -157,7 +157,8 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
         return _loop(add, before, pairs)
 
     nothing = _zeros(queries.q)
-    result = _Softmax(_lowest(nothing[..., :1]), nothing[..., :1], nothing)
+    lowest = jnp.full_like(nothing[..., :1], jnp.finfo(nothing.dtype).min)
+    result = _Softmax(lowest, nothing[..., :1], nothing)
     if k.shape[1]:
         own = _keys(k, v, _steps(k, masks[0]), tiling.tile)
         if tiling.rows == 1:
@@ -350,10 +351,6 @@ def _einsum(equation: str, a: Array, b: Array) -> Array:
 def _zeros(like: Array) -> Array:
     zeros = jnp.zeros(like.shape, carry_dtype(like.dtype))
     return match_varying_axes((zeros, like))[0]
-
-
-def _lowest(like: Array) -> Array:
-    return jnp.full_like(like, jnp.finfo(like.dtype).min)
 
 
 def _at(x: Array, i) -> Array:

@@ -13,7 +13,7 @@ from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
-from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_over_devices
+from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows
 from jax_models.ops.delta_rule_steps import (
     Steps,
     by_chunk,
@@ -26,7 +26,6 @@ from jax_models.ops.delta_rule_steps import (
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
-from jax_models.ops.varying import match_varying_axes
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
@@ -133,34 +132,19 @@ def delta_rule(
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
     state, u = state.astype(dtype), u if u is None else u.astype(dtype)
-    run = partial(_run, method, min_log_w, rows, u)
-    if rows.time_axis is None:
-        return run(steps, state)
-    return run_over_devices(run, steps, state, rows.reset, rows.time_axis)
+    return run_rows(partial(_compiled, method, min_log_w), steps, state, rows, u)
 
 
-def _run(
-    method: DeltaRuleMethod, min_log_w: float | None, rows: Rows, u, xs: Steps, state
-) -> tuple[Array, Array]:
-    return _compiled(method, min_log_w, *match_varying_axes((xs, state, u, rows)))
-
-
-def _delta_rule(
-    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, rows: Rows
+@partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
+def _compiled(
+    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, rows: Rows, u
 ) -> tuple[Array, Array]:
     restart = rows.reset
     least = LOWEST_LOG_DECAY if min_log_w is None else min_log_w
     xs = xs._replace(log_w=jnp.where(xs.log_w < least, least, xs.log_w))
     xs = jax.tree.map(rows.masked, xs)
     chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
-    if restart is None:
-        return _with_bonus(method, chunk, u, None, xs, state)
-    run = partial(_with_bonus, method, chunk, u, restart[..., None, None])
-    return isolated(run, xs, state, restart)
-
-
-_compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
-"""Compiled, because an eager call would otherwise compile the scan each time."""
+    return isolated(partial(_with_bonus, method, chunk, u, restart), xs, state, restart)
 
 
 def _with_bonus(
@@ -169,6 +153,7 @@ def _with_bonus(
     """Returns all y and the last S. At a restart, a step ignores the state before it."""
     r = xs.r
     if restart is not None:
+        restart = restart[..., None, None]
         xs = xs._replace(log_w=jnp.where(restart, LOWEST_LOG_DECAY, xs.log_w))
         if xs.a is not None:
             xs = xs._replace(a=jnp.where(restart, 0, xs.a))
@@ -179,7 +164,9 @@ def _with_bonus(
     elif method == "sequential":
         y, last = sequential(chunk.reads_after, xs, state)
     elif method in KERNEL_METHODS:
-        y, last = _in_kernel(KERNEL_METHODS[method], chunk, xs, state)
+        chunks = [x for x in by_chunk(xs, CHUNK) if x is not None]
+        (y,), last = matrix_scan(chunk, state, chunks, interpret=KERNEL_METHODS[method])
+        y = by_time(y, xs.k.shape[1])
     else:
         y, last = _chunked(chunk, xs, state)
     if u is not None:
@@ -223,10 +210,3 @@ def _chunked(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
     by_segment = jax.tree.map(lambda x: split_axis(x, 0, count), by_chunk(xs, CHUNK))
     y, last = in_segments(chunks, by_segment, state)
     return by_time(y.reshape(-1, *y.shape[2:]), time), last
-
-
-def _in_kernel(interpret: bool, chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """Runs the chunks in one kernel, one after the other."""
-    chunks = [x for x in by_chunk(xs, CHUNK) if x is not None]
-    (y,), last = matrix_scan(chunk, state, chunks, interpret=interpret)
-    return by_time(y, xs.k.shape[1]), last

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Protocol
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
+from jax_models.ops.affine import einsum, product
 from jax_models.ops.inverse_of_steps import inverse_of_steps, pairs, step_and_other
 
 LEVELS = 4
@@ -50,14 +50,14 @@ class Chunk:
         """Computes all that does not need the state: factors of S₀ᵀ in U and Y, and added terms."""
         decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
         scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
-        of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
+        of_start, y = decays.of_start(r, self.reads_after), product(scores_of_r(k), v)
         if a is None or b is None:
             return decays.fade, of_start, y, v, decays.to_end(k)
         inverse = inverse_of_steps(decays.scores(a, b, reads_after=False))
-        u_of_start = _product(inverse, decays.of_start(a, reads_after=False))
-        u = _product(inverse, _product(decays.scores(a, k, reads_after=False), v))
+        u_of_start = product(inverse, decays.of_start(a, reads_after=False))
+        u = product(inverse, product(decays.scores(a, k, reads_after=False), v))
         of_b = scores_of_r(b)
-        of_start, y = of_start + _product(of_b, u_of_start), y + _product(of_b, u)
+        of_start, y = of_start + product(of_b, u_of_start), y + product(of_b, u)
         return decays.fade, of_start, y, v, decays.to_end(k), u_of_start, u, decays.to_end(b)
 
 
@@ -146,12 +146,12 @@ class _BlockwiseDecays(_Decays):
 
 def across(state, fade, of_start, y, v, k, *corrections):
     """Returns the state after the steps, and their outputs, given the results of `Chunk.within`."""
-    after = state * fade + _einsum("...tv,...tk->...vk", v, k)
+    after = state * fade + einsum("...tv,...tk->...vk", v, k)
     if corrections:
         u_of_start, u, b = corrections
-        u += _einsum("...tk,...vk->...tv", u_of_start, state)
-        after += _einsum("...tv,...tk->...vk", u, b)
-    return after, _einsum("...tk,...vk->...tv", of_start, state) + y
+        u += einsum("...tk,...vk->...tv", u_of_start, state)
+        after += einsum("...tv,...tk->...vk", u, b)
+    return after, einsum("...tk,...vk->...tv", of_start, state) + y
 
 
 def is_bounded(min_log_w: float | None) -> bool:
@@ -161,7 +161,7 @@ def is_bounded(min_log_w: float | None) -> bool:
 
 def _scores(readers: Array, writers: Array) -> Array:
     """The scores of each step's reader and each step's writer."""
-    return _einsum("...tk,...ik->...ti", readers, writers)
+    return einsum("...tk,...ik->...ti", readers, writers)
 
 
 def _only(pairs: Array, scores: Array) -> Array:
@@ -171,10 +171,4 @@ def _only(pairs: Array, scores: Array) -> Array:
 
 def _sums(which: Array, x: Array) -> Array:
     """Sums over some of a chunk's steps, as a product with a matrix of ones and zeros."""
-    return _product(which.astype(x.dtype), x)
-
-
-_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-"""A matrix product. XLA's CPU backend fails on arrays of more than eight axes."""
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-"""A product with a transposed array, of which the backward pass does not store the transpose."""
+    return product(which.astype(x.dtype), x)

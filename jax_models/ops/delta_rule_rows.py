@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
+from jax_models.ops.rows import Rows
 from jax_models.ops.time_axis import states_between
+from jax_models.ops.varying import match_varying_axes
 
 LOWEST_LOG_DECAY = -1e5
 """A log decay whose exponential is zero in every dtype.
@@ -21,7 +23,7 @@ def isolated(
     run: Callable[[Any, Array], tuple[Array, Array]],
     xs: Any,
     state: Array,
-    restart: Bool[Array, "batch time"],
+    restart: Bool[Array, "batch time"] | None,
 ) -> tuple[Array, Array]:
     """Calls `run(xs, state)` so that documents stay apart even if arguments are not finite.
 
@@ -34,9 +36,11 @@ def isolated(
         xs: arrays (batch, time, heads, features), whose number of heads may be a divisor of the
             state's.
         state: the state before the first step.
-        restart: the steps at which `run` ignores the state before the step.
+        restart: the steps at which `run` ignores the state before the step. None: there are none.
 
     """
+    if restart is None:
+        return run(xs, state)
     heads = state.shape[1]
     finite = [jnp.isfinite(x).all(axis=-1) for x in jax.tree.leaves(xs)]
     finite = jnp.stack([jnp.repeat(x, heads // x.shape[2], axis=2) for x in finite]).all(axis=0)
@@ -54,18 +58,22 @@ def _nan_where(faults: Array, x: Array) -> Array:
     return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
 
 
-def run_over_devices(
-    run: Callable[[Any, Array], tuple[Array, Array]],
-    xs: Any,
-    start: Array,
-    reset: Array | None,
-    time_axis: str,
+def run_rows(
+    compiled: Callable[..., tuple[Array, Array]], xs: Any, start: Array, rows: Rows, *others: Any
 ) -> tuple[Array, Array]:
-    """Runs this device's steps from the state before them, and returns the last state of all.
+    """Runs `compiled(xs, state, rows, *others)`, which returns y and the last state.
 
-    The steps of a device turn S into S M + E. One run computes both E and M: E is the last state of
-    a run from zero, and M that of a run from the identity without values.
+    If time is divided over devices, each device runs its own steps from the state before them, and
+    the last state is that of all devices. The steps of a device turn S into S M + E. One run
+    computes both E and M: E is the last state of a run from zero, and M that of a run from the
+    identity without values.
     """
+
+    def run(xs, state):
+        return compiled(*match_varying_axes((xs, state, rows, *others)))
+
+    if rows.time_axis is None:
+        return run(xs, start)
     batch, heads, values, keys = start.shape
     no_values = jnp.zeros((*xs.v.shape[:-1], keys), xs.v.dtype)
     identity = jnp.broadcast_to(jnp.eye(keys, dtype=start.dtype), (batch, heads, keys, keys))
@@ -74,7 +82,7 @@ def run_over_devices(
         jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
     )
 
-    restarts = jnp.zeros(batch, bool) if reset is None else reset.any(axis=1)
+    restarts = jnp.zeros(batch, bool) if rows.reset is None else rows.reset.any(axis=1)
 
     def after(steps, state):
         end, restarts = steps
@@ -82,5 +90,5 @@ def run_over_devices(
         state = jnp.where(restarts[:, None, None, None], 0, state)  # M is zero, and 0 · NaN is NaN
         return jnp.matmul(state, M, precision="highest") + E
 
-    before, last = states_between(after, (end, restarts), start, time_axis)
+    before, last = states_between(after, (end, restarts), start, rows.time_axis)
     return run(xs, before)[0], last

@@ -11,6 +11,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
+from jax_models.ops.affine import einsum
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
 
@@ -144,7 +145,7 @@ def _step_gradient(residuals, gradients):
     """Transposes `_step_tangent`, with all sums as matrix products, which are fast on a CPU."""
     (state, x, of_a), (after, y) = residuals, gradients
     before = after * x.w[..., None] + _outer(x.r, y)
-    w = _einsum("bhkv,bhkv->bhk", after, state)
+    w = einsum("bhkv,bhkv->bhk", after, state)
     v, of_b = _read_by_both(after, x.k, x.b)
     if of_b is not None:
         before += _outer(x.a, of_b)
@@ -154,30 +155,27 @@ def _step_gradient(residuals, gradients):
 
 
 def _read(state: Array, r: Array) -> Array:
-    return _einsum("bhk,bhkv->bhv", r, state)
+    return einsum("bhk,bhkv->bhv", r, state)
 
 
 def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array | None]:
     """Reads the state with r and a at once, which takes little longer than reading with one."""
     if a is None:
         return _read(state, r), None
-    found = _einsum("bhck,bhkv->bhcv", jnp.stack([r, a], axis=-2), state)
+    found = einsum("bhck,bhkv->bhcv", jnp.stack([r, a], axis=-2), state)
     return found[..., 0, :], found[..., 1, :]
 
 
 def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array, Array | None]:
     """Does the same as `_read_by_both` along the axis of the values."""
     if u is None:
-        return _einsum("bhkv,bhv->bhk", state, v), None
-    found = _einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))
+        return einsum("bhkv,bhv->bhk", state, v), None
+    found = einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))
     return found[..., 0], found[..., 1]
 
 
 def _outer(k: Array, v: Array) -> Array:
     return k[..., :, None] * v[..., None, :]
-
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def split_axis(x: Array, axis: int, size: int) -> Array:

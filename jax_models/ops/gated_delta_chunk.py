@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jax_models.ops.affine import einsum, product
 from jax_models.ops.inverse_of_steps import inverse_of_steps, step_and_other
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.linear_map import linear_map
@@ -81,33 +82,33 @@ class Chunk:
         size = k.shape[-2]
         t, i = step_and_other(size)
         until = (i <= t).astype(k.dtype)
-        decays = jnp.exp(_product(until, jnp.where(t > i, log_decay, 0)))
-        of_start, to_end = (jnp.exp(_product(x, log_decay)) for x in (until, 1 - until))
+        decays = jnp.exp(product(until, jnp.where(t > i, log_decay, 0)))
+        of_start, to_end = (jnp.exp(product(x, log_decay)) for x in (until, 1 - until))
         # Queries and keys are stacked: one product reads the keys for both, and one the state.
         readers = jnp.concatenate([q, k], axis=-2)
-        scores = _einsum("...tk,...ik->...ti", readers, k)
+        scores = einsum("...tk,...ik->...ti", readers, k)
         of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
-        found = _einsum("...tk,...vk->...tv", readers, state)
+        found = einsum("...tk,...vk->...tv", readers, state)
         found_by_q, found_by_k = found[..., :size, :], found[..., size:, :]
         earlier = -beta * jnp.where(i < t, of_k, 0)
         u = _solve(self.whole, earlier, beta * (v - of_start * found_by_k))
         fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
-        after = state * fade + _einsum("...tv,...tk->...vk", u, to_end * k)
-        return after, (of_start * found_by_q + _product(jnp.where(i <= t, of_q, 0), u),)
+        after = state * fade + einsum("...tv,...tk->...vk", u, to_end * k)
+        return after, (of_start * found_by_q + product(jnp.where(i <= t, of_q, 0), u),)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _solve(whole: int, scores: Array, x: Array) -> Array:
     """Solves (I − A) u = x for scores A that are 0 if i ≥ t."""
-    return _product(inverse_of_steps(scores, whole), x)
+    return product(inverse_of_steps(scores, whole), x)
 
 
 @_solve.defjvp
 def _solve_jvp(whole: int, primals, tangents):
     (scores, x), (d_scores, d_x) = primals, tangents
     inverse = inverse_of_steps(scores, whole)
-    u = _product(inverse, x)
-    return u, _product(inverse, d_x + _product(d_scores, u))
+    u = product(inverse, x)
+    return u, product(inverse, d_x + product(d_scores, u))
 
 
 def chunked(keys: KeyOptions, xs: GatedSteps, state: Array) -> tuple[Array, Array]:
@@ -196,7 +197,3 @@ def _of_chunk(xs, n):
 
 def _into_chunk(x: Array, found: Array, n) -> Array:
     return lax.dynamic_update_slice_in_dim(x, found, n * _size(x), axis=1)
-
-
-_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

@@ -10,13 +10,12 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
-from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_over_devices
+from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows
 from jax_models.ops.delta_rule_steps import Steps, by_chunk, by_time, sequential
 from jax_models.ops.gated_delta_chunk import CHUNK, Chunk, GatedSteps, KeyOptions, chunked
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
-from jax_models.ops.varying import match_varying_axes
 
 GatedDeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
@@ -101,35 +100,25 @@ def gated_delta_rule(
     if is_symbolic_dim(time) or (method == "auto" and time < FEW_STEPS):
         method = "sequential"
     steps = GatedSteps(q, k, v, *(x[..., None].astype(dtype) for x in (log_decay, beta)))
-    run = partial(_run, method, KeyOptions(normalize, scale), rows)
-    if rows.time_axis is None:
-        return run(steps, state.astype(dtype))
-    return run_over_devices(run, steps, state.astype(dtype), rows.reset, rows.time_axis)
+    compiled = partial(_compiled, method, KeyOptions(normalize, scale))
+    return run_rows(compiled, steps, state.astype(dtype), rows)
 
 
-def _run(
-    method: GatedDeltaRuleMethod, keys: KeyOptions, rows: Rows, xs: GatedSteps, state
-) -> tuple[Array, Array]:
-    return _compiled(method, keys, *match_varying_axes((xs, state, rows)))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
 def _compiled(
     method: GatedDeltaRuleMethod, keys: KeyOptions, xs: GatedSteps, state, rows: Rows
 ) -> tuple[Array, Array]:
-    """Is compiled, because an eager call would otherwise compile the scan each time."""
     low = xs.log_decay < LOWEST_LOG_DECAY
     xs = xs._replace(log_decay=jnp.where(low, LOWEST_LOG_DECAY, xs.log_decay))
     xs = jax.tree.map(rows.masked, xs)
-    restart = rows.reset
-    if restart is None:
+
+    def run(xs, state):
+        if rows.reset is not None:
+            log_decay = jnp.where(rows.reset[..., None, None], LOWEST_LOG_DECAY, xs.log_decay)
+            xs = xs._replace(log_decay=log_decay)
         return _by_method(method, keys, xs, state)
 
-    def restarted(xs, state):
-        log_decay = jnp.where(restart[..., None, None], LOWEST_LOG_DECAY, xs.log_decay)
-        return _by_method(method, keys, xs._replace(log_decay=log_decay), state)
-
-    return isolated(restarted, xs, state, restart)
+    return isolated(run, xs, state, rows.reset)
 
 
 def _by_method(

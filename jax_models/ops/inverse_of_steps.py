@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jax_models.ops.affine import product
+
 
 def step_and_other(size: int) -> tuple[Array, Array]:
     """Returns the steps t along the rows of a matrix, and the steps i along its columns."""
@@ -40,7 +42,7 @@ def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
         half = size // 2
         halves = jnp.stack([scores[..., :half, :half], scores[..., half:, half:]])
         first, second = inverse_of_steps(halves, whole)
-        between = _product(_product(second, scores[..., half:, :half]), first)
+        between = product(product(second, scores[..., half:, :half]), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         return jnp.concatenate([upper, jnp.concatenate([between, second], axis=-1)], axis=-2)
     t, i = step_and_other(size)
@@ -48,7 +50,7 @@ def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
     inverse = jnp.where(jnp.broadcast_to(pairs(size, 0), scores.shape), scores, identity)
     for level in range(1, size.bit_length() - 1):
         among = jnp.broadcast_to(pairs(size, level), scores.shape)
-        between = _product(_product(inverse, jnp.where(among, scores, 0)), inverse)
+        between = product(product(inverse, jnp.where(among, scores, 0)), inverse)
         inverse = jnp.where(among, between, inverse)  # on a v6e, libtpu 0.0.42 fails on a sum
     return inverse
 
@@ -58,7 +60,4 @@ def _inverse_jvp(whole: int, primals, tangents) -> tuple[Array, Array]:
     """The derivative of the inverse, (I − A)⁻¹ dA (I − A)⁻¹."""
     (scores,), (d_scores,) = primals, tangents
     inverse = inverse_of_steps(scores, whole)
-    return inverse, _product(_product(inverse, d_scores), inverse)
-
-
-_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    return inverse, product(product(inverse, d_scores), inverse)

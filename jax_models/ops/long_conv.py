@@ -75,6 +75,7 @@ def long_conv(
             f"h: expected {count * v.shape[2]} taps, as many as steps, got {h.shape[1]}"
         )
     dtype = common_carry_dtype(v, h)
+    part, exchange = v.astype(dtype), None
     if time_axis is not None:
         if v.shape[1] % count:
             raise ValueError(
@@ -84,14 +85,11 @@ def long_conv(
         # Each device has some steps of all features, and exchanges them for all steps of some
         # features.
         exchange = partial(jax.lax.all_to_all, axis_name=time_axis, tiled=True)
-        part = exchange(v.astype(dtype), split_axis=1, concat_axis=2)
+        part = exchange(part, split_axis=1, concat_axis=2)
         size = h.shape[0] // count
         h = jax.lax.dynamic_slice_in_dim(h, jax.lax.axis_index(time_axis) * size, size)
-        y = fft_conv(method, *match_varying_axes((part, h.astype(dtype))))
-        return with_skip(exchange(y, split_axis=2, concat_axis=1), v, skip)
-    return with_skip(
-        fft_conv(method, *match_varying_axes((v.astype(dtype), h.astype(dtype)))), v, skip
-    )
+    y = fft_conv(method, *match_varying_axes((part, h.astype(dtype))))
+    return with_skip(exchange(y, split_axis=2, concat_axis=1) if exchange else y, v, skip)
 
 
 def with_skip(y, v, skip) -> Float[Array, "batch features time"]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
-from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.affine import common_carry_dtype, einsum
 from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.linear_recurrence import linear_recurrence
@@ -130,7 +129,12 @@ def _sequential(u, start, poles, residues, skip, rows: Rows):
 def _chunked(u, start, poles, residues, skip, rows: Rows):
     """Computes products within chunks, and a recurrence between them."""
     batch, time, features = u.shape
-    size = _chunk_size(time, rows.reset is not None, rows.time_axis is not None)
+    # A chunk is one step if documents may begin anywhere or the number of steps is symbolic. If
+    # time is divided over devices, each device must have whole chunks.
+    if rows.reset is not None or is_symbolic_dim(u.shape[1]):
+        size = 1
+    else:
+        size = max(min(time, CHUNK), 1) if rows.time_axis is None else math.gcd(time, CHUNK)
     full, count = time // size, -(-time // size)
     padding = 0 if size == 1 else count * size - time
     chunks = jnp.pad(u, ((0, 0), (0, padding), (0, 0))).reshape(batch, count, size, features)
@@ -141,10 +145,10 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     taps = jnp.sum(residues[None] * powers[:-1], axis=-1).real
     age = jnp.arange(size)[None] - jnp.arange(size)[:, None]
     own = jnp.where((age >= 0)[..., None], taps[jnp.maximum(age, 0)], 0)
-    y = _einsum("bkid,ijd->bkjd", chunks, own)
+    y = einsum("bkid,ijd->bkjd", chunks, own)
 
     # The states at the ends of whole chunks are a linear recurrence with the powers of the poles.
-    given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _real_and_imag(powers[size - 1 :: -1]))
+    given = einsum("bkid,idnc->bkdnc", chunks[:, :full], _real_and_imag(powers[size - 1 :: -1]))
     of_chunks = None if rows.lengths is None else rows.lengths // size
     ends, last = linear_recurrence(
         _repeat_poles(powers[size], batch, full),
@@ -160,9 +164,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     if rows.reset is not None:
         before = jnp.where(rows.reset[..., None], 0, before)
     before = _real_and_imag(before.reshape(batch, count, *poles.shape))
-    y = y + _einsum(
-        "bkdnc,jdnc->bkjd", before, _real_and_imag((residues[None] * powers[1:]).conj())
-    )
+    y = y + einsum("bkdnc,jdnc->bkjd", before, _real_and_imag((residues[None] * powers[1:]).conj()))
 
     # A row may end inside a chunk, so run the steps of its last chunk from the state before them.
     if size > 1 and (rows.lengths is not None or full < count):
@@ -178,19 +180,6 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     y = y.reshape(batch, count * size, features)[:, :time]
     y = y + jnp.broadcast_to(skip, y.shape) * u
     return y, last.reshape(batch, *poles.shape)
-
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-
-def _chunk_size(time: int, has_reset: bool, divided: bool) -> int:
-    """The steps of a chunk: one if documents may begin anywhere or the number of steps is symbolic.
-
-    If time is divided over devices, each device must have whole chunks.
-    """
-    if has_reset or is_symbolic_dim(time):
-        return 1
-    return math.gcd(time, CHUNK) if divided else max(min(time, CHUNK), 1)
 
 
 def _powers(

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_models.weights.layouts import check_rows, transformed
+from jax_models.weights.layouts import check_rows, placeholder, transformed
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.tables import Table
 from jax_models.weights.transfer import check_entries, check_shape
@@ -40,9 +39,7 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     params = {path: leaf for path, leaf in leaves.items() if is_floating(leaf)}
     what = f"a tree of {len(params)} arrays"
     check_rows(table, params, "the tree", "table")
-    placeholders = {
-        path: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for path, leaf in params.items()
-    }
+    placeholders = {path: placeholder(leaf) for path, leaf in params.items()}
 
     def load(state_dict: Mapping[str, Any]) -> Any:
         rows = [row.for_keys(state_dict) for row in table]

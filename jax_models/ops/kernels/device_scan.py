@@ -62,8 +62,37 @@ class DeviceScan:
         for platform, kernel in kernels.items():
             mlir.register_lowering(primitive, self._lowered_by(kernel), platform=platform)
 
-    def __call__(self, step, start, xs, *, outputs: int, reverse: bool, interpret: bool, fallback):
-        """Runs the scan, and returns the outputs of all steps and the last state."""
+    def __call__(
+        self,
+        step: Callable[..., Any],
+        start: Sequence[Array],
+        xs: Sequence[Array],
+        *,
+        outputs: int,
+        reverse: bool = False,
+        interpret: bool = False,
+        fallback: Callable[..., Any] | None = None,
+    ) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Runs `state, ys_t = step(state, *xs_t)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
+
+        Args:
+            step: the step, written with jnp. Pass the same function at each call, because compiled
+                programs are cached by it.
+            start: the state before the first step.
+            xs: the inputs.
+            outputs: the number of arrays that a step outputs.
+            reverse: whether to run from the last step to the first.
+            interpret: whether to run the TPU's kernel in Pallas's interpreter, on any device.
+            fallback: `fallback(start, xs)` computes the same where no kernel works.
+
+        Returns:
+            The outputs of all steps, and the last state, in the dtype of the state.
+
+        Raises:
+            NotImplementedError: when the program is lowered, if there is neither a kernel nor a
+                fallback.
+
+        """
         options = {"step": step, "states": len(start), "outputs": outputs, "reverse": reverse}
         if interpret:
             results = self._interpreted(**options)(*start, *xs)

@@ -1,8 +1,8 @@
 """A recurrence of products of small matrices, run as a single kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -13,12 +13,8 @@ from jax_models.ops.linear_map import linear_map
 
 State = Float[Array, "... height width"]
 Sequences = Sequence[Float[Array, "time ... height width"]]
-
-
-class MatrixStep(Protocol):
-    """Runs one step, on the matrices of one or several rows: returns the state and the outputs."""
-
-    def __call__(self, state: State, /, *xs: Array) -> tuple[State, tuple[Array, ...]]: ...
+MatrixStep = Callable[..., tuple[State, tuple[Array, ...]]]
+"""`step(state, *xs)` runs a step on the matrices of some rows: it returns the state and outputs."""
 
 
 def matrix_scan(
