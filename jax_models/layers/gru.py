@@ -3,12 +3,14 @@
 __all__ = ["GRU", "GRUState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
 
@@ -41,12 +43,15 @@ class GRU(RecurrentStack[GRUState]):
             it, as in the paper and by default in ONNX.
         dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
         time_major: whether x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws the W_h. None: like the default of `kernel_init`.
+        bias_init: draws the b_i. None: like the default of `kernel_init`.
         recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
-        **options: as in `LayerOptions`. `kernel_init` draws the W_i, and `bias_init` the b_i. By
-            default, all are uniform in ±1/√hidden_features, as in torch. The state is carried in at
-            least float32.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
@@ -72,9 +77,13 @@ class GRU(RecurrentStack[GRUState]):
         reset_after: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         super().__init__(
             in_features,
@@ -86,7 +95,11 @@ class GRU(RecurrentStack[GRUState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.reset_after = reset_after
 

@@ -3,12 +3,14 @@
 __all__ = ["LSTM", "LSTMState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed, transposed
 
 
@@ -41,15 +43,18 @@ class LSTM(RecurrentStack[LSTMState]):
         use_peepholes: whether the gates also read the cell. torch.nn.LSTM has no peepholes.
         dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
         time_major: whether x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: like the default of `kernel_init`.
+        bias_init: draws b_ih, b_hr and the peepholes. None: like the default of `kernel_init`.
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "cudnn" is NVIDIA's own LSTM, which runs on its GPUs in float32 and supports no
             projections, peepholes or `reset`. "xla" runs anywhere with every option. "auto" uses
             cuDNN for sequences that cuDNN supports, and XLA otherwise (see below).
-        **options: as in `LayerOptions`. `kernel_init` draws W_ih and W_hr, and `bias_init` b_ih,
-            b_hr and the peepholes. By default, all are uniform in ±1/√hidden_features, as in torch.
-            The state is carried in at least float32.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
@@ -88,10 +93,14 @@ class LSTM(RecurrentStack[LSTMState]):
         use_peepholes: bool = False,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         method: LSTMMethod = "auto",
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         # A projection as wide as the cell is refused, because torch.nn.LSTM refuses it, too.
         if proj_features is not None and not 0 < proj_features < hidden_features:
@@ -115,7 +124,11 @@ class LSTM(RecurrentStack[LSTMState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.method: LSTMMethod = method
 

@@ -3,12 +3,14 @@
 __all__ = ["RNN", "RNNState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RNNState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
 
@@ -35,12 +37,15 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias: whether to add b_hh. If False, there is one bias: `h_t = φ(x U + h W + b)`.
         dropout_rate: rate of the dropout of the inputs of every layer but the first, in training.
         time_major: whether x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: like the default of `kernel_init`.
+        bias_init: draws b_ih. None: like the default of `kernel_init`.
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
-        **options: as in `LayerOptions`. `kernel_init` draws W_ih, and `bias_init` b_ih. By default,
-            all are uniform in ±1/√hidden_features, as in torch. The state is carried in at least
-            float32.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
@@ -68,9 +73,13 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         super().__init__(
             in_features,
@@ -83,7 +92,11 @@ class RNN(RecurrentStack[RNNState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
 
