@@ -43,8 +43,8 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
 def optimizer_follows_the_same_trajectory(subject: Subject):
     """Ten steps of AdamW give the same weights in optax and in torch.optim.
 
-    The targets are random. AdamW's epsilon is larger than rounding errors. Otherwise a gradient that
-    consists of rounding errors alone, such as that of attention's key bias, would decide the
+    The targets are random. AdamW's epsilon is larger than rounding errors. Otherwise a gradient
+    that consists of rounding errors alone, such as that of attention's key bias, would decide the
     direction of a step.
     """
     # Both sides start from the same weights. In JAX, the parameters are a flat vector.
