@@ -46,9 +46,9 @@ def train_step(model: SileroVAD, optimizer: nnx.Optimizer, audio, labels):
 def accuracy(script, audio, labels) -> float:
     """The share of frames that the package's own model gets right."""
     script.eval()
-    script.reset_states()
     with torch.no_grad():
         probabilities = script.audio_forward(torch.from_numpy(audio), 16000).numpy()
+    script.reset_states()  # otherwise, `save` writes the last state of these recordings, too
     return np.mean((probabilities > 0.5) == labels)
 
 
