@@ -104,9 +104,10 @@ def navigation(pages: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _order(place: str) -> tuple[int, str]:
-    """Sorts guides in the order of `GUIDES`, and all other pages by name."""
+    """Sorts the index of a folder first, guides in the order of `GUIDES`, other pages by name."""
+    order = ["index", *GUIDES]
     stem = PurePosixPath(place).stem
-    return GUIDES.index(stem) if stem in GUIDES else len(GUIDES), place
+    return order.index(stem) if stem in order else len(order), place
 
 
 def _outputs(page: Path, cache: Path) -> tuple[list[Output], Path]:

@@ -43,7 +43,7 @@ def proved() -> str:
     faults = Counter(CASES[mutation.case].architecture for mutation in MUTATIONS)
     cases = Counter(case.architecture for case in CASES.values())
     rows = [f"| {_words(name)} | {cases[name]} | {faults[name]} |" for name in sorted(cases)]
-    checks = [f"- {_words(name)[0].upper()}{_words(name)[1:]}." for name in CHECKS]
+    checks = [f"- {str(check.__doc__).splitlines()[0]}" for check in CHECKS.values()]
     checked = CHECKED.format(checks="\n".join(checks), rows="\n".join(rows))
     return "\n".join([INTRODUCTION.lstrip(), *map(_table, records), checked])
 

@@ -32,13 +32,17 @@ PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """Register a function of a `Subject` as a check, under its name with spaces."""
+    """Register a function of a `Subject` as a check, under its name with spaces.
+
+    The first line of its docstring says to users what it checks.
+    """
     CHECKS[function.__name__.replace("_", " ")] = function
     return function
 
 
 @check
 def state_goes_back_in(subject: Subject):
+    """A call without a state starts from `init_state`, and returns a state of the same shapes."""
     fresh = jax.device_get(subject.layer.init_state(BATCH))
     results = subject.call(subject.x, None)
     for a, b in zip(jax.tree.leaves(results[1]), jax.tree.leaves(fresh), strict=True):
@@ -50,6 +54,7 @@ def state_goes_back_in(subject: Subject):
 
 @check
 def no_state_is_the_twins_own_zero(subject: Subject):
+    """A call without a state gives the outputs and the last state of the PyTorch twin."""
     case, twin = subject.case, subject.case.build_twin()
     with torch.no_grad():
         expected, expected_last = case.call(twin, torch.tensor(subject.x))
@@ -62,6 +67,7 @@ def no_state_is_the_twins_own_zero(subject: Subject):
 
 @check
 def the_twin_goes_on_from_its_state(subject: Subject):
+    """The PyTorch twin gives the same outputs if a sequence is cut and then continued."""
     case, twin = subject.case, subject.case.build_twin().eval()
     if not case.causal:
         return
@@ -77,6 +83,7 @@ def the_twin_goes_on_from_its_state(subject: Subject):
 
 @check
 def steps_equal_sequence(subject: Subject):
+    """Calls of `step` give the outputs and the last state of one call on the whole sequence."""
     if not subject.case.causal:
         with np.testing.assert_raises(NotImplementedError):
             subject.layer.step(subject.x[:, 0], subject.state)
@@ -91,7 +98,10 @@ def steps_equal_sequence(subject: Subject):
 
 @check
 def steps_with_reset_equal_replay(subject: Subject):
-    """Episodes may end at any step, in one row at every step."""
+    """Calls of `step` with `reset` give the results of one call with the same `reset`.
+
+    Episodes may end at any step, in one row at every step.
+    """
     layer, state = subject.layer, subject.state
     if not subject.case.causal:
         return
@@ -110,6 +120,7 @@ def steps_with_reset_equal_replay(subject: Subject):
 
 @check
 def cut_equals_uncut(subject: Subject):
+    """Two calls, with the state passed on, give the results of one call on the whole sequence."""
     if not subject.case.causal:
         return
     y_head, state = subject.call_steps(0, 4, subject.state)
@@ -120,6 +131,7 @@ def cut_equals_uncut(subject: Subject):
 
 @check
 def batch_rows_are_independent(subject: Subject):
+    """The inputs of one row change no output and no state of another row."""
     y, last = subject.call(subject.x, subject.state)
     others = np.broadcast_to(np.arange(BATCH)[:, None] > 0, (BATCH, TIME))
     y_others, last_others = subject.call(subject.changed_inputs(others), subject.state)
@@ -133,6 +145,7 @@ def batch_rows_are_independent(subject: Subject):
 
 @check
 def future_has_no_influence_and_far_past_has(subject: Subject):
+    """An output depends on inputs as far back as it should and, if causal, on no later ones."""
     y, _ = subject.call(subject.x, subject.state)
     half = TIME // 2
     step = np.broadcast_to(np.arange(TIME), (BATCH, TIME))
@@ -153,6 +166,7 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
 
 @check
 def padding_has_no_influence(subject: Subject):
+    """With `lengths`, a padded row gives the results of the same row without padding."""
     y, last, _ = subject.call_with_masks(subject.x, LENGTHS)
     y_other, last_other, _ = subject.call_with_masks(subject.changed_inputs(PADDING), LENGTHS)
     assert (y_other == y).all(), "the padding changes the outputs"
@@ -167,7 +181,7 @@ def padding_has_no_influence(subject: Subject):
 
 @check
 def zeros_have_finite_outputs_and_gradients(subject: Subject):
-    """Inputs and weights of zero, as in padding and dead channels, must not cause NaN or infinity.
+    """Inputs and weights of zero, as in padding and dead channels, cause no NaN or infinity.
 
     A parameter with bounds is not set to zero.
     """
@@ -186,6 +200,7 @@ def zeros_have_finite_outputs_and_gradients(subject: Subject):
 
 @check
 def documents_in_a_row_stay_apart(subject: Subject):
+    """With `reset`, each document of a row gives the results of the document alone."""
     if not subject.case.resettable:
         with np.testing.assert_raises(NotImplementedError):
             subject.layer(subject.x, reset=NO_RESET)
@@ -218,7 +233,7 @@ def documents_in_a_row_stay_apart(subject: Subject):
 
 @check
 def a_document_is_the_same_wherever_it_is(subject: Subject):
-    """Its outputs, its last state and the gradients are those of the document alone.
+    """A document gives the same outputs, last state and gradients wherever it is read.
 
     It may follow another document or padding, precede padding, or be read in pieces and by steps.
     """
@@ -274,6 +289,7 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
 
 @check
 def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
+    """A document can be continued in another row, and from a state that was saved to a file."""
     x, length = subject.documents
     if not subject.case.causal:
         return
@@ -299,12 +315,14 @@ def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
 
 @check
 def jit_equals_eager(subject: Subject):
+    """A call under `jax.jit` gives the results of a call without it."""
     eager = subject.layer(subject.x, subject.state)
     assert_same_tree(subject.call(subject.x, subject.state), eager, "jit and eager")
 
 
 @check
 def vmap_equals_loop(subject: Subject):
+    """A call under `jax.vmap` gives the results of a loop."""
     xs = np.stack([subject.x, subject.changed_inputs(np.full((BATCH, TIME), True))])
     mapped = jax.jit(jax.vmap(subject.layer.__call__, in_axes=(0, None)))(xs, subject.state)
     for i, x in enumerate(xs):
@@ -314,7 +332,7 @@ def vmap_equals_loop(subject: Subject):
 
 @check
 def nan_stays_where_it_is(subject: Subject):
-    """A NaN changes only its own row, document or padding, and no other output, state or gradient.
+    """A NaN in one row, document or padding changes no result of the others.
 
     The gradient of the padding is zero, whether it contains NaN or not.
     """

@@ -16,6 +16,7 @@ from parity_tests.subject import Subject
 
 
 def weights_make_the_round_trip_bit_for_bit(subject: Subject):
+    """Weights that are loaded from PyTorch and written back have the same bits."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         twin = subject.case.twin().to(dtype)
         with torch.no_grad():
@@ -40,10 +41,11 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
 
 
 def optimizer_follows_the_same_trajectory(subject: Subject):
-    """Ten steps of AdamW towards random targets, in optax and in torch.optim.
+    """Ten steps of AdamW give the same weights in optax and in torch.optim.
 
-    AdamW's epsilon is larger than rounding errors. Otherwise a gradient that consists of rounding
-    errors alone, such as that of attention's key bias, would decide the direction of a step.
+    The targets are random. AdamW's epsilon is larger than rounding errors. Otherwise a gradient
+    that consists of rounding errors alone, such as that of attention's key bias, would decide the
+    direction of a step.
     """
     # Both sides start from the same weights. In JAX, the parameters are a flat vector.
     case, twin = subject.case, subject.case.build_twin()

@@ -8,6 +8,7 @@ import pytest
 
 from docs_site import equations, pages, reference
 from docs_site.proved import proved
+from parity_tests.checks import CHECKS
 from parity_tests.registry import CASES
 
 
@@ -81,4 +82,6 @@ def test_what_is_proved_names_every_architecture():
     page = proved()
     for case in CASES.values():
         assert f"\n| {case.architecture.replace('_', ' ')} |" in page
+    for check in CHECKS.values():
+        assert f"\n- {check.__doc__.splitlines()[0]}\n" in page
     assert re.search(r"Measured on 20\d\d-\d\d-\d\d with python 3", page)

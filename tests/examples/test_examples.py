@@ -116,8 +116,18 @@ def test_export_model(example):
     assert numbers(printed, r"largest difference: (.*)")[0] < 1e-6
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
-def test_pages_have_the_code(page):
-    code = (EXAMPLES / f"{page.stem}.py").read_text(encoding="utf-8")
+@pytest.mark.slow
+def test_finetune_silero_vad(example):
+    pytest.importorskip("silero_vad")
+    printed = example("finetune_silero_vad")
+    before, after = numbers(printed, r"(\d+)% of")
+    assert before < 70
+    assert after > 95
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_has_a_page(path):
+    code, page = path.read_text(encoding="utf-8"), PAGES / f"{path.stem}.md"
     assert f"```python\n{code}```" in page.read_text(encoding="utf-8")
+    assert f"]({page.name}) |" in (PAGES / "index.md").read_text(encoding="utf-8")
     assert len(code.splitlines()) <= 90
