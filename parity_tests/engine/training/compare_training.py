@@ -32,7 +32,7 @@ from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.side_by_side import train_side_by_side, x64
 from parity_tests.engine.training.torch_training import TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
-from parity_tests.engine.training.weight_names import LoaderNames, TableNames
+from parity_tests.engine.training.weight_names import LoaderNames, Names, TableNames
 
 
 def compare_training(
@@ -120,17 +120,6 @@ def compare_training(
         raise ValueError("average: expected both `average` and `average_twin`, or neither")
 
     checked_module = checked_twin(twin)
-    make_torch_training = partial(
-        TorchTraining,
-        checked_module,
-        loss=loss_twin,
-        optimizer=optimizer_twin,
-        scheduler=scheduler_twin,
-        clip=clip_twin,
-        average=average_twin,
-        accumulate=accumulate,
-        training=training,
-    )
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
         # running statistics. If it does not read them, they are not compared, which is no fault.
@@ -166,6 +155,19 @@ def compare_training(
                     accumulate=accumulate,
                 )
 
+        make_torch_training = partial(
+            TorchTraining,
+            checked_module,
+            names=names,
+            loss_twin=loss_twin,
+            optimizer_twin=optimizer_twin,
+            scheduler_twin=scheduler_twin,
+            clip_twin=clip_twin,
+            average_twin=average_twin,
+            accumulate=accumulate,
+            training=training,
+        )
+
         # If the dropout masks of the two sides differ, their trainings cannot be compared.
         try:
             report = train_side_by_side(names, sides, make_torch_training, batches)
@@ -177,7 +179,7 @@ def compare_training(
 
 def correspondence(
     problem: Problem, reference: ReferenceWeights, weights: Any, training: bool
-) -> tuple[TableNames | LoaderNames, Callable[[str], Any]]:
+) -> tuple[Names, Callable[[str], Any]]:
     """Names under which the two sides' weights correspond, and a function that builds JAX's side.
 
     The function takes a dtype.
