@@ -10,11 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
-from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.torch_module import tensors, twin_in_dtype
-from parity_tests.engine.candidates.torch_run import reproducible, run_oracle
+from parity_tests.engine.candidates.torch_module import twin_in_dtype
+from parity_tests.engine.candidates.torch_run import forward, run_oracle
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.results import not_finite
@@ -136,9 +135,8 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
     leaves, structure = jax.tree.flatten(problem.inputs)
 
     def lookups_with(inputs: list[Any]) -> list[tuple[torch.Tensor, Lookup]]:
-        twin = twin_in_dtype(problem.twin, "float64")
-        with torch.no_grad(), reproducible(problem), InFloat64(), Lookups() as lookups:
-            problem.call_twin(twin, *tensors(jax.tree.unflatten(structure, inputs), "float64"))
+        with Lookups() as lookups:
+            forward(dataclasses.replace(problem, inputs=jax.tree.unflatten(structure, inputs)))
         return lookups.found
 
     def lookup(i: int, leaf: Any) -> Lookup | None:
