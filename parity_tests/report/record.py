@@ -202,7 +202,7 @@ def decode(kind: Any, value: Any) -> Any:
         return tuple(decode(type_arguments[0], each) for each in value)
     if get_origin(kind) is Mapping:
         return {key: decode(type_arguments[1], each) for key, each in value.items()}
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         keys = {name: key for key, name in ERROR_KEYS.items()} if kind is Error else {}
         fields = {}
         for name, hint in get_type_hints(kind).items():

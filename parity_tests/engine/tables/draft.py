@@ -158,7 +158,7 @@ def jax_parts(model: Any) -> list[Part]:
         leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
     else:
         flat = jax.tree_util.tree_leaves_with_path(model)
-        leaves = [(path_of(path), leaf) for path, leaf in flat if is_floating(leaf)]
+        leaves = [(path_of(path), a) for path, a in flat if hasattr(a, "shape") and is_floating(a)]
     if not leaves:
         got = described(model)
         raise TypeError(f"model: expected an nnx.Module or a tree of arrays, got {got}")

@@ -133,14 +133,14 @@ class TorchTraining:
 
     def weights(self) -> Arrays:
         """The weights and the statistics, by name."""
-        return self.names.of_torch(in_float64_arrays(self.twin))
+        return self.names.of_torch(state_in_float64(self.twin))
 
     def compared(self) -> Arrays:
         """The loss, the weights, the statistics and the averaged weights, by name."""
         found = {"the loss": self.loss, **self.weights()}
         if self._average is None:
             return found
-        mean = in_float64_arrays(getattr(self._average, "module", self._average))
+        mean = state_in_float64(getattr(self._average, "module", self._average))
         return found | as_averages(select(self.names.of_torch(mean), self.names.trained))
 
     def gradients(self) -> Arrays:
@@ -161,7 +161,7 @@ class TorchTraining:
 
         Weights that JAX holds only in sums, and weights without a gradient in torch, are left out.
         """
-        weights = in_float64_arrays(self.twin)
+        weights = state_in_float64(self.twin)
         zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
         ones = {key: np.ones(array.shape) for key, array in by_key.items()}
         covered = self.names.of_torch(zeros | ones)
@@ -169,7 +169,7 @@ class TorchTraining:
         return select(self.names.of_torch(zeros | by_key), whole & self.names.unsummed)
 
 
-def in_float64_arrays(module: torch.nn.Module) -> Arrays:
+def state_in_float64(module: torch.nn.Module) -> Arrays:
     """The weights and buffers by key, the floating ones in float64."""
     return all_in_dtype(state_dict_arrays(module.state_dict()), "float64")
 
