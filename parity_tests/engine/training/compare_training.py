@@ -184,18 +184,8 @@ def correspondence(
 
     The function takes a dtype.
     """
-
-    def in_chosen_mode(built: Any) -> Any:
-        if not isinstance(built, nnx.Module) or not training:
-            return built
-        modes = {"deterministic": False, "use_running_average": False}
-        return nnx.view(built, **modes, raise_if_not_found=False)
-
-    if problem.table is not None:
-        return TableNames(problem.table, reference.parameters), lambda dtype: in_chosen_mode(
-            problem.load(*problem.build(reference.arrays, dtype))
-        )
-    if not callable(weights):
+    table = problem.table
+    if table is None and not callable(weights):
         raise ValueError(
             "weights: expected a weight table or a loader, because training compares "
             f"the weights of both sides by name; got {described(weights)}"
@@ -205,11 +195,14 @@ def correspondence(
         return checked_weights(weights(state_dict))
 
     def build(dtype: str) -> Any:
-        loaded = load(all_in_dtype(reference.arrays, dtype))
-        return (
-            in_chosen_mode(model_in_dtype(loaded, dtype))
-            if isinstance(loaded, nnx.Module)
-            else loaded
-        )
+        arrays = all_in_dtype(reference.arrays, dtype)
+        built = load(arrays) if table is None else problem.load(*problem.build(arrays, dtype))
+        if not isinstance(built, nnx.Module):
+            return built
+        built, modes = model_in_dtype(built, dtype), ("deterministic", "use_running_average")
+        return nnx.view(built, **dict.fromkeys(modes, not training), raise_if_not_found=False)
 
-    return LoaderNames(load, all_in_dtype(reference.arrays, "float64"), reference.parameters), build
+    if table is not None:
+        return TableNames(table, reference.parameters), build
+    in_float64 = all_in_dtype(reference.arrays, "float64")
+    return LoaderNames(load, in_float64, reference.parameters), build
