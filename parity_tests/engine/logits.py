@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from scipy.special import log_softmax
 
 from parity_tests.engine.results import GROUPS, Results, only_floating
 
@@ -70,7 +71,7 @@ def logits_error(logits: np.ndarray, oracle: np.ndarray) -> LogitsError:
 
 def _by_token(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """KL, the largest |Δ log p|, and both agreements of each token, of shape (4, tokens)."""
-    log_p, log_q = _log_softmax(expected), _log_softmax(actual)
+    log_p, log_q = log_softmax(expected, -1), log_softmax(actual, -1)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.where(log_p == log_q, 0.0, log_p - log_q)  # −∞ on both sides is equal
         # Σ p·off, without its cancellation: p and q both sum to one
@@ -86,11 +87,6 @@ def _agreement(actual: np.ndarray, expected: np.ndarray, k: int) -> np.ndarray:
     largest = np.argpartition(-expected, k - 1, axis=-1)[:, :k]
     least = -np.partition(-actual, k - 1, axis=-1)[:, k - 1, None]
     return (np.take_along_axis(actual, largest, axis=-1) >= least).mean(-1)
-
-
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 COLUMNS = {

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import torch
@@ -76,8 +76,10 @@ def cases_and_platforms(arguments: Arguments) -> tuple[list[str], list[str]]:
     return names, platforms
 
 
-Work = Callable[[Record], Record]
-"""Makes one measurement, given the record of all earlier ones, and returns the record of it."""
+Fields = dict[str, Any]
+"""Fields of a `Record` that one measurement adds to."""
+Work = Callable[[Record], Fields]
+"""Makes one measurement, given the record of all earlier ones."""
 
 
 def planned_work(
@@ -85,7 +87,7 @@ def planned_work(
 ) -> Iterator[tuple[str, Work]]:
     """The measurements that the arguments ask for in these cases on these platforms, by name."""
     places = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
-    kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": measure_errors}
+    kinds: dict[str, Callable[[str, str, Record], Fields]] = {"errors": measure_errors}
     if arguments.precision:
         kinds["precision"] = measure_precision
     if arguments.json is not None:
@@ -98,35 +100,32 @@ def planned_work(
             yield f"planted: {m.name}: {m.case}", partial(plant_and_check, m)
 
 
-def measure_errors(name: str, platform: str, so_far: Record) -> Record:
-    """Measure how far both sides of a case are from the float64 twin."""
+def measure_errors(name: str, platform: str, so_far: Record) -> Fields:
+    """How far both sides of a case are from the float64 twin."""
     # TPUs have no float64.
     dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
-    report = measure_twin(CASES[name].problem(), dtypes, platform)
-    record = record_of({name: report})
+    record = record_of({name: measure_twin(CASES[name].problem(), dtypes, platform)})
     cases = {name: CASES[name].architecture}
-    return so_far.with_only(measurements=record.measurements, faults=record.faults, cases=cases)
+    return {"measurements": record.measurements, "faults": record.faults, "cases": cases}
 
 
-def measure_precision(name: str, platform: str, so_far: Record) -> Record:
-    """Measure the errors of coarser matrix products in a case, unless the case has a fault."""
+def measure_precision(name: str, platform: str, so_far: Record) -> Fields:
+    """The errors of coarser matrix products in a case, unless the case has a fault."""
     if name in so_far.faulty or "cpu" not in CASES[name].platforms:
-        return so_far.with_only()
-    found = precision_errors(name, CASES[name].problem(), platform)
-    return so_far.with_only(precision=tuple(found))
+        return {}
+    return {"precision": tuple(precision_errors(name, CASES[name].problem(), platform))}
 
 
-def measure_over_time(name: str, platform: str, so_far: Record) -> Record:
-    """Measure how the errors of a case grow along a sequence, unless the case has a fault."""
+def measure_over_time(name: str, platform: str, so_far: Record) -> Fields:
+    """How the errors of a case grow along a sequence, unless the case has a fault."""
     if name in so_far.faulty:
-        return so_far.with_only()
-    return so_far.with_only(over_time=tuple(errors_over_time(CASES[name], platform)))
+        return {}
+    return {"over_time": tuple(errors_over_time(CASES[name], platform))}
 
 
-def plant_and_check(m: Mutation, so_far: Record) -> Record:
-    """Plant a fault, and record whether it is caught."""
-    result = MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
-    return so_far.with_only(mutations=(result,))
+def plant_and_check(m: Mutation, so_far: Record) -> Fields:
+    """Plant a fault, and tell whether it is caught."""
+    return {"mutations": (MutationResult(m.name, m.case, m.kind, m.check, is_caught(m)),)}
 
 
 def measure_all(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
@@ -144,7 +143,8 @@ def measure_all(arguments: Arguments, names: Sequence[str], platforms: Sequence[
         if longest and start + longest > deadline:
             return record
         with jax.enable_x64(True):
-            record = join_records([record, todo[name](record)])
+            fields = {"measurements": (), **todo[name](record)}
+        record = join_records([record, Record({}, {}, **fields)])
         record = dataclasses.replace(record, done=(*record.done, name))
         if arguments.minutes is not None:
             arguments.write(record, ["--json"])
@@ -157,9 +157,10 @@ def earlier_record(
 ) -> Record:
     """The record of an unfinished run of the same command on this machine, or a new one."""
     kinds = ", ".join(jax.devices(platform)[0].device_kind for platform in platforms)
+    absent = "not on this machine" if arguments.platform is None else "not asked for"
     new = Record(
         versions() | {"device": kinds},
-        platform_states(arguments, platforms),
+        {name: "ran" if name in platforms else absent for name in PLATFORMS},
         (),
         not_run={
             name: CASES[name].platforms
@@ -168,19 +169,14 @@ def earlier_record(
         },
         date=f"{datetime.date.today()}",
     )
-    old = new
-    if arguments.minutes is not None and arguments.json and arguments.json.exists():
-        with contextlib.suppress(ValueError):
+    if arguments.minutes is not None and arguments.json is not None:
+        with contextlib.suppress(OSError, ValueError):  # there is no file, or it holds no record
             old = Record.from_json(arguments.json.read_bytes())
-    places = ("versions", "platforms", "not_run")
-    fits = all(getattr(old, name) == getattr(new, name) for name in places)
-    return old if old.done and fits and {*old.done} <= todo.keys() else new
-
-
-def platform_states(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
-    """For each platform, "ran" or the reason why it did not run."""
-    absent = "not on this machine" if arguments.platform is None else "not asked for"
-    return {name: "ran" if name in platforms else absent for name in PLATFORMS}
+            places = ("versions", "platforms", "not_run")
+            fits = all(getattr(old, name) == getattr(new, name) for name in places)
+            if old.done and fits and {*old.done} <= todo.keys():
+                return old
+    return new
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:

@@ -2,41 +2,28 @@
 
 import io
 from collections.abc import Iterable
-from html import escape
 
 from rich.console import Console
-from rich.markup import escape as escape_markup
+from rich.markup import escape
 from rich.table import Table
 
 from parity_tests.report.record import Measurement, Record
 from parity_tests.report.terminal import print_record
 
 WIDTH = 200
-FORMAT = """\
-<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-{{stylesheet}}
-body {{{{ color: {{foreground}}; background-color: {{background}}; }}}}
-</style>
-<h1>{title}</h1>
-<pre>{{code}}</pre>
-</html>
-"""
 
 
 def page(record: Record) -> str:
     """A page with the terminal's report, every tensor, and where each failing pair departs."""
     console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
+    console.rule(_verdict(record))
     print_record(record, console)
     if record.tensors:
         console.print(_tensor_table(record.tensors))
     for case, text in record.locations.items():
-        console.print(escape_markup(f"\n{case}\n{text}"))
+        console.print(escape(f"\n{case}\n{text}"))
     console.print(", ".join(f"{name} {version}" for name, version in record.versions.items()))
-    return console.export_html(code_format=FORMAT.format(title=escape(_verdict(record))))
+    return console.export_html()
 
 
 def _verdict(record: Record) -> str:
@@ -55,6 +42,6 @@ def _tensor_table(measurements: Iterable[Measurement]) -> Table:
         errors = (f"{error:.1e}" for error in (m.error.torch, m.error.jax, m.error.bound))
         color = "green" if m.error.passed else "red"
         verdict = f"[{color}]{m.error.verdict}"
-        names = (escape_markup(m.case), m.platform, m.dtype, m.group)
-        table.add_row(*names, *errors, verdict, escape_markup(m.error.tensor))
+        names = (escape(m.case), m.platform, m.dtype, m.group)
+        table.add_row(*names, *errors, verdict, escape(m.error.tensor))
     return table

@@ -46,20 +46,6 @@ class Measurement:
         """A text that identifies the measurement."""
         return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement as a dict for JSON."""
-        error = {key: getattr(self.error, name) for key, name in ERROR_KEYS.items()}
-        return {name: value for name, value in vars(self).items() if name != "error"} | error
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Measurement":
-        """The measurement that `to_dict` wrote."""
-        stored = {name: key for key, name in ERROR_KEYS.items()}
-        names = [field.name for field in dataclasses.fields(Error)]
-        error = decode(Error, {name: fields[stored[name]] for name in names})
-        places = {name: decode(str, x) for name, x in fields.items() if name not in ERROR_KEYS}
-        return cls(error=error, **places)
-
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionError:
@@ -98,18 +84,6 @@ class LogitsMeasurement:
     side: str
     """"torch" or "JAX"."""
     error: LogitsError
-
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement as a dict for JSON."""
-        return {name: x for name, x in vars(self).items() if name != "error"} | vars(self.error)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
-        """The measurement that `to_dict` wrote."""
-        names = [field.name for field in dataclasses.fields(LogitsError)]
-        error = decode(LogitsError, {name: fields[name] for name in names})
-        places = {name: decode(str, x) for name, x in fields.items() if name not in names}
-        return cls(error=error, **places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +127,6 @@ class Record:
     """The names of the measurements so far, if the record is unfinished."""
     date: str = ""
     """The day on which the registry's measurements began, such as 2026-11-27."""
-
-    def with_only(self, **fields: Any) -> "Record":
-        """A record of the same versions and platforms that holds only these fields."""
-        return Record(self.versions, self.platforms, **{"measurements": (), **fields})
 
     @property
     def passed(self) -> bool:
@@ -206,15 +176,20 @@ class Record:
 
 
 def encode(value: Any) -> Any:
-    """The value for JSON. JSON has no NaN and no infinity, so these become null."""
+    """The value for JSON. JSON has no NaN and no infinity, so these become null.
+
+    The fields of an error stand beside those of its measurement.
+    """
+    if isinstance(value, Error):
+        return encode({key: getattr(value, name) for key, name in ERROR_KEYS.items()})
+    if dataclasses.is_dataclass(value):
+        fields = encode(vars(value))
+        error = fields.pop("error") if isinstance(fields.get("error"), dict) else {}
+        return fields | error
     if isinstance(value, Mapping):
         return {key: encode(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [*map(encode, value)]
-    if isinstance(value, Measurement | LogitsMeasurement):
-        return encode(value.to_dict())
-    if dataclasses.is_dataclass(value):
-        return encode(vars(value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -227,11 +202,16 @@ def decode(kind: Any, value: Any) -> Any:
         return tuple(decode(type_arguments[0], each) for each in value)
     if get_origin(kind) is Mapping:
         return {key: decode(type_arguments[1], each) for key, each in value.items()}
-    if hasattr(kind, "from_dict"):
-        return kind.from_dict(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: decode(hints[name], each) for name, each in value.items()})
+        keys = {name: key for key, name in ERROR_KEYS.items()} if kind is Error else {}
+        fields = {}
+        for name, hint in get_type_hints(kind).items():
+            key = keys.get(name, name)
+            if dataclasses.is_dataclass(hint):
+                fields[name] = decode(hint, value)
+            elif key in value:
+                fields[name] = decode(hint, value[key])
+        return kind(**fields)
     if not isinstance(value, kind):
         raise TypeError(f"expected a {kind}, got {value!r:.40}")
     return value

@@ -7,9 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from parity_tests.engine.bounds.tolerance import FLOAT64, FLOOR_ULPS, Error, K
-from parity_tests.engine.logits import COLUMNS as LOGITS
+from parity_tests.engine.logits import LogitsError, logits_lines
 from parity_tests.engine.results import GROUPS
-from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
+from parity_tests.report.record import PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
@@ -17,8 +17,12 @@ def print_record(record: Record, console: Console) -> None:
     console.print(error_table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
-    if record.logits:
-        console.print(logits_table(record.logits))
+    logits: dict[str, dict[str, dict[str, LogitsError]]] = {}
+    for m in record.logits:
+        of_case = logits.setdefault(f"{m.case}, {m.platform}", {})
+        of_case.setdefault(m.dtype, {})[m.side] = m.error
+    for case, errors in logits.items():
+        console.print(escape("\n".join([case, *logits_lines(errors)])))
     for m in record.measurements:
         if not m.error.passed:
             console.print(
@@ -100,19 +104,4 @@ def precision_table(errors: Iterable[PrecisionError]) -> Table:
         )
         operands = f"{precision}, emulated" if emulated else precision
         result.add_row(escape(case), platform, operands, *cells)
-    return result
-
-
-def logits_table(measurements: Iterable[LogitsMeasurement]) -> Table:
-    """A table of logits' errors, with a row for each case, platform, dtype and side."""
-    result = Table(
-        title="logits against the float64 torch twin's",
-        caption="KL in nats, |Δ log p| the largest of the vocabulary, each of all tokens",
-    )
-    result.add_column("case", overflow="fold")
-    for column in ("on", "dtype", "side", *LOGITS):
-        result.add_column(column, no_wrap=True)
-    for m in measurements:
-        cells = (f"{getattr(m.error, name):{form}}" for name, form in LOGITS.values())
-        result.add_row(escape(m.case), m.platform, m.dtype, m.side, *cells)
     return result

@@ -1,5 +1,7 @@
 """Compare the arrays of torch's calls with those of JAX."""
 
+import itertools
+
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import rms
@@ -8,7 +10,7 @@ from parity_tests.engine.locate.search import Search, WantedArray
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
-from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Call, Direction, Trace
+from parity_tests.engine.traces.trace import BACKWARD, FORWARD, SLOTS, Call, Direction, Trace
 
 MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 
@@ -16,16 +18,12 @@ MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 def wanted_values(trace: Trace) -> dict[bytes, WantedArray]:
     """The arrays of a reference to look for among JAX's, without duplicates."""
     wanted: dict[bytes, WantedArray] = {}
-    for direction in (FORWARD, BACKWARD):
-        for slot in (direction.incoming, direction.outgoing):
-            for call in trace.calls:
-                for label, array in telling_arrays(call, slot).items():
-                    # each use of an output gives it a part of its gradient; only the sum counts
-                    is_total = slot == BACKWARD.incoming
-                    each = wanted.setdefault(
-                        identity(call, slot, label), WantedArray(array, is_total)
-                    )
-                    each.is_total &= is_total
+    for slot, call in itertools.product(SLOTS[:4], trace.calls):
+        # each use of an output gives it a part of its gradient; only the sum counts
+        is_total = slot == BACKWARD.incoming
+        for label, array in telling_arrays(call, slot).items():
+            key = identity(call, slot, label)
+            wanted.setdefault(key, WantedArray(array, is_total)).is_total &= is_total
     return wanted
 
 
@@ -230,15 +228,9 @@ class Evidence:
                 self.states[call, slot][label] = MATCHED
         if self.direction is BACKWARD:
             return
-        parents = {call.parent for call in self.trace.calls}
-        for call in self.paired_calls:
-            has_right_inputs = self.state(call, FORWARD.incoming) == MATCHED
-            if (
-                call.weights
-                and call not in parents
-                and len(self.pairs[call]) == 1
-                and has_right_inputs
-            ):
+        for call in self.paired_calls - {call.parent for call in self.trace.calls}:
+            is_layer = call.weights and len(self.pairs[call]) == 1
+            if is_layer and self.state(call, FORWARD.incoming) == MATCHED:
                 states = self.states[call, FORWARD.outgoing]
                 for label, state in states.items():
                     if state == DEPARTS and identity(call, FORWARD.outgoing, label) in matched:

@@ -14,7 +14,8 @@ import dataclasses
 import itertools
 
 from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, identities, is_weight
-from parity_tests.engine.locate.substitute import Substitution
+from parity_tests.engine.locate.substitute import takes_other_input
+from parity_tests.engine.problem import Problem
 from parity_tests.engine.traces.trace import FORWARD, Call
 
 
@@ -22,23 +23,21 @@ from parity_tests.engine.traces.trace import FORWARD, Call
 class Culprit:
     """The call whose own code is the first to depart, and the place of the fault in that code."""
 
-    call: Call | None
-    """None if there are several candidates that cannot be told apart."""
-    within: Call
-    """The call itself; if there are several candidates, the call in which the search ended."""
+    call: Call
+    """If there are several candidates, the call in which the search ended."""
     after: Call | None = None
     """The last right call before the fault."""
     before: Call | None = None
     """The first call after the fault."""
     candidates: tuple[Call, ...] = ()
-    """The calls that may be the culprit, if it is unknown which one is."""
+    """The calls that may be the culprit, if they cannot be told apart."""
 
 
 class Rule:
     """Descends from a call to the smallest call inside it whose own code departs."""
 
-    def __init__(self, evidence: Evidence, substitution: Substitution):
-        self.evidence, self.substitution = evidence, substitution
+    def __init__(self, problem: Problem, evidence: Evidence):
+        self.problem, self.evidence = problem, evidence
         self.incoming, self.outgoing = evidence.direction.incoming, evidence.direction.outgoing
         self.is_forward = evidence.direction is FORWARD
         self.consumers: dict[Call, set[Call]] = {}
@@ -72,7 +71,7 @@ class Rule:
         """
         found = self._descend(frame)
         stopped = [c for c in self.evidence.stopped_calls if found.call in (c, *c.ancestors)]
-        return self._ambiguous(found, *stopped) if stopped else found
+        return self._ambiguous(found, *stopped) if stopped and not found.candidates else found
 
     def _descend(self, frame: Call) -> Culprit:
         """The culprit inside a call that takes right arrays and gives wrong ones."""
@@ -82,13 +81,13 @@ class Rule:
         suspects = [call for call in children if self._is_suspect(call)]
         after = next((c for c in reversed(children) if self.evidence.is_right(c)), None)
         if not suspects:
-            return Culprit(frame, frame, after)
+            return Culprit(frame, after)
 
         # If the first suspect takes a wrong array, the fault is in the code before the suspect.
         first, *others = suspects
         earlier = children[: children.index(first)]
         after = next((c for c in reversed(earlier) if self.evidence.is_right(c)), None)
-        before_first = Culprit(frame, frame, after, first)
+        before_first = Culprit(frame, after, first)
         if not self.has_right_inputs(first):
             return before_first
 
@@ -122,7 +121,7 @@ class Rule:
 
     def _leaf_culprit(self, in_frame: Culprit, leaf: Call) -> Culprit:
         """The culprit, which is a call without inner calls or the code that computes its input."""
-        leaf_itself, states = Culprit(leaf, leaf), self.evidence.states
+        leaf_itself, states = Culprit(leaf), self.evidence.states
         if self._has_matching_counterpart(leaf) or not states[leaf, self.incoming]:
             return leaf_itself
 
@@ -138,24 +137,24 @@ class Rule:
         users = [
             call for call in other_calls if outgoing and identities(call, self.incoming) == outgoing
         ]
-        takes_other_input = self.substitution.takes_other_input([leaf, *callers, *users])
-        if takes_other_input.get(leaf):
+        tested = takes_other_input(self.problem, self.evidence, [leaf, *callers, *users])
+        if tested.get(leaf):
             inner = leaf
             for outer in leaf.ancestors:
-                if not takes_other_input.get(outer):
-                    return Culprit(outer, outer, in_frame.after, inner)
+                if not tested.get(outer):
+                    return Culprit(outer, in_frame.after, inner)
                 inner = outer
 
         # JAX does not. If the layer is the culprit, JAX applies the calls that use its output to
         # another array. If JAX does not do so for one of these calls, it is a candidate, too.
-        if leaf in takes_other_input:
-            unaffected_users = [user for user in users if takes_other_input.get(user) is False]
+        if leaf in tested:
+            unaffected_users = [user for user in users if tested.get(user) is False]
             if unaffected_users and self.is_forward:
                 return self._ambiguous(in_frame, leaf, *unaffected_users)
             return leaf_itself
 
         # The layer could not be tested. It is the culprit unless the code around it may be.
-        if leaf.weights and not self.substitution.is_possible:
+        if leaf.weights and self.evidence.reference.run_again is None:
             return self._ambiguous(in_frame, leaf)
         if self.is_forward:  # if the layer takes only integers, those that JAX's takes are unknown
             return leaf_itself if incoming else self._ambiguous(in_frame, leaf)
@@ -164,11 +163,11 @@ class Rule:
             return leaf_itself if DEPARTS in states else self._ambiguous(in_frame, leaf)
         paired_callers = [outer for outer in callers if outer in self.evidence.paired_calls]
         if paired_callers:
-            return Culprit(paired_callers[0], paired_callers[0], before=leaf)
+            return Culprit(paired_callers[0], before=leaf)
         return self._ambiguous(in_frame, leaf) if callers else leaf_itself
 
     def _ambiguous(self, culprit: Culprit, *others: Call) -> Culprit:
-        return dataclasses.replace(culprit, call=None, candidates=(*others, culprit.within))
+        return dataclasses.replace(culprit, candidates=(*others, culprit.call))
 
     def _is_suspect(self, call: Call) -> bool:
         """True if the call gives an array that JAX does not have and that no right call needs."""

@@ -7,6 +7,7 @@ module, and to compare submodules that have no counterpart.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ from jax_models.weights.trees import is_floating
 from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import called_body
 from parity_tests.engine.locate.values import closest_error
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.traces.jax_trace import trace_jax
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.trace import Trace
 
 
 class WatchingEvaluator(Evaluator):
@@ -57,6 +62,20 @@ class WatchingEvaluator(Evaluator):
         if called_body(equation) is None:
             self._tell_all(results, equation.outvars)
         return results
+
+
+def watch_jax(
+    problem: Problem, reference: ReferenceTrace, tell: Callable[..., None], *, is_forward: bool
+) -> Trace:
+    """Run the JAX side, and pass each of its arrays to `tell`. Returns the calls of its modules."""
+    results = reference.trace.results
+    return trace_jax(
+        problem,
+        reference.dtype,
+        results.forward if is_forward else results,
+        reference.cast_to,
+        evaluator=partial(WatchingEvaluator, tell),
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,13 +134,11 @@ class Search:
             numbers = np.concatenate([features for _, features in seen])
             widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])
             order = np.argsort(np.real(numbers))
-            by_width: dict[int, list[WantedArray]] = {}
             for wanted in self._by_rows[rows]:
-                by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
-            for width, same_width in by_width.items():
                 # an array with equally many features counts only as a whole: their order matters
+                width = wanted.array.shape[-1]
                 others = order[widths[order] != width]
-                for wanted in same_width if others.size and width > 1 else ():
+                if others.size and width > 1:
                     wanted.error = min(wanted.error, _distance(wanted.array, numbers[others]))
 
 

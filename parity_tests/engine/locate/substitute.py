@@ -5,109 +5,90 @@ computes. If JAX also computes the result, then JAX's layer is right, and the co
 gave it another input.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
 from parity_tests.engine.locate.evidence import Evidence, telling_arrays
-from parity_tests.engine.locate.search import Search, WantedArray, WatchingEvaluator
+from parity_tests.engine.locate.search import Search, WantedArray, watch_jax
 from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.jax_trace import trace_jax
 from parity_tests.engine.traces.trace import FORWARD, Call
 
 
-class Substitution:
-    """Runs torch's calls on JAX's arrays, in the direction of the evidence."""
+def takes_other_input(
+    problem: Problem, evidence: Evidence, calls: Sequence[Call]
+) -> dict[Call, bool]:
+    """For each call, whether JAX computes it from another array than torch does.
 
-    def __init__(self, problem: Problem, evidence: Evidence):
-        self.problem, self.evidence, self.direction = problem, evidence, evidence.direction
-        self.calls, self.reference = evidence.trace.calls, evidence.reference
-        self.is_possible = self.reference.run_again is not None
+    Calls for which the test would prove nothing are left out. In the forward pass, these are
+    calls without weights and calls of a module that is called several times, because JAX may
+    compute them elsewhere.
+    """
+    direction, reference = evidence.direction, evidence.reference
+    is_forward, all_calls = direction is FORWARD, evidence.trace.calls
+    names = [call.name for call in all_calls]
+    tested = {
+        call: _incoming(evidence, call)
+        for call in calls
+        if telling_arrays(call, direction.outgoing)
+        and (not is_forward or (call.weights and names.count(call.name) == 1))
+    }
+    if not tested or (run_again := reference.run_again) is None:
+        return {}
 
-    def takes_other_input(self, calls: Sequence[Call]) -> dict[Call, bool]:
-        """For each call, whether JAX computes it from another array than torch does.
+    # Keep all of JAX's arrays that a call could take.
+    sizes = {array.size for incoming in tested.values() for _, array in incoming}
+    jax_arrays: dict[int, dict[int, np.ndarray]] = {size: {} for size in sizes}
 
-        Calls for which the test would prove nothing are left out. In the forward pass, these are
-        calls without weights and calls of a module that is called several times, because JAX may
-        compute them elsewhere.
-        """
-        tested = {call: self._incoming(call) for call in calls if self._is_conclusive(call)}
-        if not tested or (run_again := self.reference.run_again) is None:
-            return {}
+    def keep(value: np.ndarray, *, is_summand: bool = False) -> None:
+        if value.size in jax_arrays and np.isfinite(value).all():
+            jax_arrays[value.size][hash(value.tobytes())] = np.array(value, float)
 
-        # Keep all of JAX's arrays that a call could take.
-        sizes = {array.size for incoming in tested.values() for _, array in incoming}
-        jax_arrays: dict[int, dict[int, np.ndarray]] = {size: {} for size in sizes}
+    watch_jax(problem, reference, keep, is_forward=is_forward)
 
-        def keep(value: np.ndarray, *, is_summand: bool = False) -> None:
-            if value.size in jax_arrays and np.isfinite(value).all():
-                jax_arrays[value.size][hash(value.tobytes())] = np.array(value, float)
+    # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
+    # applies the call to another array.
+    results: list[tuple[Call, str, WantedArray]] = []
+    for call, incoming in tested.items():
+        for labels, array in incoming:
+            others = [
+                layout
+                for other in jax_arrays[array.size].values()
+                for _, layout in layouts(other, array.shape)
+            ]
+            outgoing = run_again(call.index, direction, labels, others)
+            results += [
+                (call, label, WantedArray(result))
+                for other, arrays in zip(others, outgoing, strict=True)
+                for label, result in arrays.items()
+                if label in telling_arrays(call, direction.outgoing)
+                and not (result.size == other.size and (result.ravel() == other.ravel()).all())
+            ]
 
-        self._run_jax(keep)
+    def is_same(call: Call, label: str, found: WantedArray) -> bool:
+        return evidence.is_within(call, direction.outgoing, label, found.error)
 
-        # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
-        # applies the call to another array.
-        results: list[tuple[Call, str, WantedArray]] = []
-        for call, incoming in tested.items():
-            for labels, array in incoming:
-                others = [
-                    layout
-                    for other in jax_arrays[array.size].values()
-                    for _, layout in layouts(other, array.shape)
-                ]
-                outgoing = run_again(call.index, self.direction, labels, others)
-                results += [
-                    (call, label, WantedArray(result))
-                    for other, arrays in zip(others, outgoing, strict=True)
-                    for label, result in arrays.items()
-                    if label in telling_arrays(call, self.direction.outgoing)
-                    and not (result.size == other.size and (result.ravel() == other.ravel()).all())
-                ]
+    # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
+    among_torch_arrays = Search([WantedArray(each.array) for *_, each in results])
+    for call in all_calls:
+        for slot in (direction.incoming, direction.outgoing):
+            for array in telling_arrays(call, slot).values():
+                among_torch_arrays.see(array)
+    new = [
+        result
+        for result, in_torch in zip(results, among_torch_arrays.wanted, strict=True)
+        if not is_same(*result[:2], in_torch)
+    ]
+    watch_jax(problem, reference, Search([each for *_, each in new]).see, is_forward=is_forward)
+    found = {result[0] for result in new if is_same(*result)}
+    return {call: call in found for call in tested}
 
-        # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
-        among_torch_arrays = Search([WantedArray(each.array) for *_, each in results])
-        for call in self.calls:
-            for slot in (self.direction.incoming, self.direction.outgoing):
-                for array in telling_arrays(call, slot).values():
-                    among_torch_arrays.see(array)
-        new = [
-            (call, label, result)
-            for (call, label, result), in_torch in zip(
-                results, among_torch_arrays.wanted, strict=True
-            )
-            if not self._is_same(call, label, in_torch.error)
-        ]
-        self._run_jax(Search([result for *_, result in new]).see)
-        found = {c for c, label, result in new if self._is_same(c, label, result.error)}
-        return {call: call in found for call in tested}
 
-    def _is_same(self, call: Call, label: str, error: float) -> bool:
-        """True if rounding explains the error of a result."""
-        return self.evidence.is_within(call, self.direction.outgoing, label, error)
-
-    def _is_conclusive(self, call: Call) -> bool:
-        if not telling_arrays(call, self.direction.outgoing):
-            return False
-        is_called_once = [each.name for each in self.calls].count(call.name) == 1
-        return self.direction is not FORWARD or (bool(call.weights) and is_called_once)
-
-    def _incoming(self, call: Call) -> list[tuple[list[str], np.ndarray]]:
-        """The arrays that a call takes, each once, with its labels."""
-        incoming = telling_arrays(call, self.direction.incoming)
-        labels: dict[bytes, list[str]] = {}
-        for label in incoming:
-            labels.setdefault(identity(call, self.direction.incoming, label), []).append(label)
-        return [(each, incoming[each[0]]) for each in labels.values()]
-
-    def _run_jax(self, see: Callable[..., None]) -> None:
-        """Run the JAX side, and give each of its arrays to `see`."""
-        results = self.reference.trace.results
-        trace_jax(
-            self.problem,
-            self.reference.dtype,
-            results.forward if self.direction is FORWARD else results,
-            self.reference.cast_to,
-            evaluator=partial(WatchingEvaluator, see),
-        )
+def _incoming(evidence: Evidence, call: Call) -> list[tuple[list[str], np.ndarray]]:
+    """The arrays that a call takes, each once, with its labels."""
+    slot = evidence.direction.incoming
+    incoming, labels = telling_arrays(call, slot), {}
+    for label in incoming:
+        labels.setdefault(identity(call, slot, label), []).append(label)
+    return [(each, incoming[each[0]]) for each in labels.values()]

@@ -89,10 +89,7 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
             if tuple(compact.shape[i] for i in order) == squeezed and not (
                 x.shape == shape and is_same
             ):
-                yield (
-                    "" if is_same else f"axes {order}",
-                    compact.transpose(order).reshape(shape),
-                )
+                yield ("" if is_same else f"axes {order}", compact.transpose(order).reshape(shape))
     elif x.size == np.prod(shape, dtype=int):
         yield "reshaped", x.reshape(shape)
     elif x.size < np.prod(shape, dtype=int):
@@ -121,10 +118,8 @@ def _inversions(order: tuple[int, ...]) -> int:
 def _relative_error(actual: np.ndarray, expected: np.ndarray, largest: float) -> float:
     if expected.dtype.kind == "i":
         return float(np.mean(actual != expected)) if actual.size else 0.0
-    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    errors = np.where(
-        same, 0.0, np.subtract(actual, expected, where=~same, out=np.zeros(same.shape))
-    )
+    differ = (actual != expected) & ~(np.isnan(actual) & np.isnan(expected))
+    errors = np.subtract(actual, expected, where=differ, out=np.zeros(expected.shape))
     scale = rms(expected[np.isfinite(expected)])
     if scale <= FLOAT64 * largest:
         scale = largest

@@ -58,8 +58,7 @@ class Part:
     @property
     def layouts(self) -> Layouts:
         """The weight tables of a layer of this package; empty if it has none."""
-        tables = getattr(self.module, "torch_layouts", None)
-        return {} if tables is None else tables()
+        return self.module.torch_layouts() if hasattr(self.module, "torch_layouts") else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +136,11 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
     weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
     parts: list[Part] = []
     for name, module in twin.named_modules(remove_duplicate=False):
-        inside = {
-            k.removeprefix(join(name, "")): k for k in weights if k.startswith(join(name, ""))
-        }
+        start = join(name, "")
+        inside = {key.removeprefix(start): key for key in weights if key.startswith(start)}
         is_whole = isinstance(module, torch.nn.MultiheadAttention) or {*inside} in whole
         own = [k for i, k in inside.items() if is_whole or ("." not in i and owners[k] == k)]
-        arrays = {key: weights.pop(key) for key in own}
-        parts += [Part(name, arrays, module)] if arrays else []
+        parts += [Part(name, {key: weights.pop(key) for key in own}, module)] if own else []
     return parts
 
 
@@ -173,9 +170,9 @@ def jax_parts(model: Any) -> list[Part]:
     for names in TOGETHER:
         for first in [place for place in places if last_word(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
-            inside = [places.get(join(whole, name)) for name in names]
+            inside = [places.get(join(whole, name), {}) for name in names]
             if all(inside):
-                places[whole] = dict(ChainMap(places.get(whole, {}), *filter(None, inside)))
+                places[whole] = dict(ChainMap(places.get(whole, {}), *inside))
     return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
 
 
@@ -194,15 +191,12 @@ def pair_parts(
         groups: dict[frozenset[str], list[str]] = {}
         for key in dict.fromkeys(key for key, _ in options):
             groups.setdefault(frozenset(p for k, p in options if k == key), []).append(key)
-        for pair in [
-            pair for places, keys in groups.items() for pair in pairs_by_name(keys, places)
-        ]:
-            if pair in options:
-                chosen.append(options[pair])
-                taken = chosen[-1].names
-                options = {
-                    pair: draft for pair, draft in options.items() if not draft.names & taken
-                }
+        for places, keys in groups.items():
+            for pair in pairs_by_name(keys, places):
+                if pair in options:
+                    chosen.append(options[pair])
+                    taken = chosen[-1].names
+                    options = {p: draft for p, draft in options.items() if not draft.names & taken}
     keys = dict.fromkeys(key for key, _ in options)
     return chosen, [[draft for (k, _), draft in options.items() if k == key] for key in keys]
 
@@ -222,8 +216,13 @@ def pairs_by_name(keys: Collection[str], places: Collection[str]) -> Iterable[tu
         if named.keys() == at_place.keys() and len(named) == len(keys):
             return [(key, at_place[word]) for word, key in named.items()]
     if all(len({re.sub(r"\d+", "", name) for name in side}) == 1 for side in (keys, places)):
-        return zip(sorted(keys, key=natural_order), sorted(places, key=natural_order), strict=True)
+        return zip(*(sorted(side, key=numbers_in) for side in (keys, places)), strict=True)
     return ()
+
+
+def numbers_in(name: str) -> list[int]:
+    """The numbers in a name, such as the indices of a layer."""
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def fitting_draft(part: Part, place: Part) -> Draft | None:
@@ -309,11 +308,6 @@ def draft_row(helper: str, *args: Any, **options: Any) -> Draft:
     given = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
     call = f"{helper}({', '.join(given)})".replace("'", '"')
     return Draft(call, [made]) if isinstance(made, Weight) else Draft(f"*{call}", made)
-
-
-def natural_order(name: str) -> list[Any]:
-    """A key that sorts the numbers in names by their size."""
-    return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.findall(r"\d+|\D+", name)]
 
 
 def last_word(name: str) -> str:

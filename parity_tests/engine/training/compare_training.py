@@ -32,7 +32,7 @@ from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.side_by_side import train_side_by_side, x64
 from parity_tests.engine.training.torch_training import TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
-from parity_tests.engine.training.weight_names import LoaderNames, TableNames
+from parity_tests.engine.training.weight_names import LoaderNames, Names, TableNames
 
 
 def compare_training(
@@ -120,17 +120,6 @@ def compare_training(
         raise ValueError("average: expected both `average` and `average_twin`, or neither")
 
     checked_module = checked_twin(twin)
-    make_torch_training = partial(
-        TorchTraining,
-        checked_module,
-        loss=loss_twin,
-        optimizer=optimizer_twin,
-        scheduler=scheduler_twin,
-        clip=clip_twin,
-        average=average_twin,
-        accumulate=accumulate,
-        training=training,
-    )
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
         # running statistics. If it does not read them, they are not compared, which is no fault.
@@ -166,6 +155,19 @@ def compare_training(
                     accumulate=accumulate,
                 )
 
+        make_torch_training = partial(
+            TorchTraining,
+            checked_module,
+            names=names,
+            loss_twin=loss_twin,
+            optimizer_twin=optimizer_twin,
+            scheduler_twin=scheduler_twin,
+            clip_twin=clip_twin,
+            average_twin=average_twin,
+            accumulate=accumulate,
+            training=training,
+        )
+
         # If the dropout masks of the two sides differ, their trainings cannot be compared.
         try:
             report = train_side_by_side(names, sides, make_torch_training, batches)
@@ -177,23 +179,13 @@ def compare_training(
 
 def correspondence(
     problem: Problem, reference: ReferenceWeights, weights: Any, training: bool
-) -> tuple[TableNames | LoaderNames, Callable[[str], Any]]:
+) -> tuple[Names, Callable[[str], Any]]:
     """Names under which the two sides' weights correspond, and a function that builds JAX's side.
 
     The function takes a dtype.
     """
-
-    def in_chosen_mode(built: Any) -> Any:
-        if not isinstance(built, nnx.Module) or not training:
-            return built
-        modes = {"deterministic": False, "use_running_average": False}
-        return nnx.view(built, **modes, raise_if_not_found=False)
-
-    if problem.table is not None:
-        return TableNames(problem.table, reference.parameters), lambda dtype: in_chosen_mode(
-            problem.load(*problem.build(reference.arrays, dtype))
-        )
-    if not callable(weights):
+    table = problem.table
+    if table is None and not callable(weights):
         raise ValueError(
             "weights: expected a weight table or a loader, because training compares "
             f"the weights of both sides by name; got {described(weights)}"
@@ -203,11 +195,14 @@ def correspondence(
         return checked_weights(weights(state_dict))
 
     def build(dtype: str) -> Any:
-        loaded = load(all_in_dtype(reference.arrays, dtype))
-        return (
-            in_chosen_mode(model_in_dtype(loaded, dtype))
-            if isinstance(loaded, nnx.Module)
-            else loaded
-        )
+        arrays = all_in_dtype(reference.arrays, dtype)
+        built = load(arrays) if table is None else problem.load(*problem.build(arrays, dtype))
+        if not isinstance(built, nnx.Module):
+            return built
+        built, modes = model_in_dtype(built, dtype), ("deterministic", "use_running_average")
+        return nnx.view(built, **dict.fromkeys(modes, not training), raise_if_not_found=False)
 
-    return LoaderNames(load, all_in_dtype(reference.arrays, "float64"), reference.parameters), build
+    if table is not None:
+        return TableNames(table, reference.parameters), build
+    in_float64 = all_in_dtype(reference.arrays, "float64")
+    return LoaderNames(load, in_float64, reference.parameters), build

@@ -1,5 +1,6 @@
 """The training of the JAX side in a dtype."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +20,7 @@ from parity_tests.engine.candidates.jax_program import ProgramFacts, wider_dtype
 from parity_tests.engine.problem import Arrays, arrays, in_dtype
 from parity_tests.engine.training.dropout import jax_masks
 from parity_tests.engine.training.torch_training import MOMENTS, checked_loss
-from parity_tests.engine.training.weight_names import LoaderNames, TableNames
+from parity_tests.engine.training.weight_names import Names, as_averages
 
 
 class JaxTraining:
@@ -29,7 +30,7 @@ class JaxTraining:
         self,
         built: Any,
         dtype: str,
-        names: TableNames | LoaderNames,
+        names: Names,
         *,
         loss: Callable[..., Any],
         optimizer: Any,
@@ -90,13 +91,10 @@ class JaxTraining:
         if self._average is not None and not batches_left:
             self._mean = self._average(self._params, self._mean, jnp.asarray(steps - 1))
 
-    def weights(self) -> Arrays:
-        """The weights and statistics, by name."""
-        return self._named(self._params)
-
-    def average(self) -> Arrays:
-        """The averaged weights; empty if there are none."""
-        return {} if self._mean is None else self._named(self._mean)
+    def compared(self) -> Arrays:
+        """The loss, the weights, the statistics and the averaged weights, by name."""
+        found = {"the loss": self.loss, **self._named(self._params)}
+        return found if self._mean is None else found | as_averages(self._named(self._mean))
 
     def gradients(self) -> Arrays:
         """The mean gradient of the last step, by name.
@@ -107,29 +105,20 @@ class JaxTraining:
 
     def moments(self) -> dict[str, Arrays]:
         """The optimizer's moments, by optax's name of the moment and by the weight's name."""
+
+        def with_zeros(param: Any, moment: Any) -> Any:
+            """Zeros for a weight that the mask of a part of the optimizer leaves out."""
+            return jnp.zeros_like(param) if isinstance(moment, optax.MaskedNode) else moment
+
         found = {}
         for name in dict.fromkeys(MOMENTS.values()):
-            values = optax.tree_utils.tree_get_all_with_path(self._state, name)
-            trees = [self._like_params(value) for _, value in values]
-            trees = [tree for tree in trees if tree is not None]
+            trees = []
+            for _, tree in optax.tree_utils.tree_get_all_with_path(self._state, name):
+                with contextlib.suppress(ValueError):  # the tree is not like that of the weights
+                    trees.append(jax.tree.map(with_zeros, self._params, tree))
             if trees:
                 found[name] = self._named(jax.tree.map(lambda *each: sum(each), *trees))
         return found
-
-    def _like_params(self, value: Any) -> Any:
-        """A tree of the optimizer's state, with zeros for weights that its mask leaves out.
-
-        None if the tree does not have the structure of the weights.
-        """
-        leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
-        params, structure = jax.tree.flatten(self._params)
-        if len(leaves) != len(params):
-            return None
-        zeros = [
-            jnp.zeros_like(p) if isinstance(leaf, optax.MaskedNode) else leaf
-            for leaf, p in zip(leaves, params, strict=True)
-        ]
-        return jax.tree.unflatten(structure, zeros)
 
     def _named(self, params: Any) -> Arrays:
         return self._names.of_jax(self._parts.merge(params, self._statistics))

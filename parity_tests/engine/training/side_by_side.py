@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,11 @@ from parity_tests.engine.bounds.tolerance import (
     rms,
 )
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.torch_training import MOMENTS, TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
-from parity_tests.engine.training.weight_names import LoaderNames, TableNames
+from parity_tests.engine.training.weight_names import Names, select
 
 
 @contextlib.contextmanager
@@ -41,7 +40,7 @@ def x64(enabled: bool) -> Iterator[None]:
 
 
 def train_side_by_side(
-    names: TableNames | LoaderNames,
+    names: Names,
     sides: Mapping[str, JaxTraining],
     make_torch_training: Callable[..., TorchTraining],
     batches: Sequence[Any],
@@ -59,7 +58,7 @@ def train_side_by_side(
     # as torch's own training in float64.
     arithmetic = InFloat64()
     oracle = make_torch_training("float64", arithmetic)
-    own_trainings = {
+    own_trainings = {"float64": oracle} | {
         dtype: make_torch_training(dtype) for dtype in {*sides, "float32"} - {"float64"}
     }
 
@@ -74,49 +73,42 @@ def train_side_by_side(
             run = rounded_training(dtype, seed)
             for batch in batches[run.count : oracle.count]:
                 run.train_on(batch)
-            yield relative_errors(select(compared_arrays(names, run), expected), expected)
+            yield relative_errors(select(run.compared(), expected), expected)
 
     # Take each batch on all sides, and compare the results with the oracle's.
-    after = before = compared_arrays(names, oracle)
-    statistics = names.of_torch(oracle.weights()).keys() - names.trained
+    after = before = oracle.compared()
+    statistics = oracle.weights().keys() - names.trained
     errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
     norms: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in sides}
     departures: dict[str, str] = {}
     for batch in batches:
-        for training in (oracle, *own_trainings.values()):
+        for training in own_trainings.values():
             training.train_on(batch)
-        after, gradient = (
-            compared_arrays(names, oracle),
-            named_gradients(names, oracle, oracle.gradients),
-        )
+        after, gradient = oracle.compared(), oracle.gradients()
         for dtype, side in sides.items():
             # Train JAX with the dropout masks that torch drew.
             with x64(dtype == "float64"):
                 side.train_on(batch, oracle.masks)
-                found = {
-                    "the loss": side.loss,
-                    **side.weights(),
-                    **named_as_averages(side.average()),
-                }
-                gradients = side.gradients()
+                found, gradients = side.compared(), side.gradients()
             norms[dtype].append((norm(gradient), norm(select(gradients, gradient))))
 
             # Compare everything except statistics that JAX's loss does not return.
             skipped = set() if side.returns_statistics else statistics
             expected = select(after, found.keys() - skipped)
-            torch_own = own_trainings.get(dtype, oracle)
             error = group_error(
                 jnp.dtype(dtype),
                 oracle=expected,
-                torch=select(compared_arrays(names, torch_own), expected),
+                torch=select(own_trainings[dtype].compared(), expected),
                 jax=select(found, expected),
-                torch32=select(compared_arrays(names, own_trainings["float32"]), expected),
+                torch32=select(own_trainings["float32"].compared(), expected),
                 rounded=scatter(dtype, expected),
             )
             errors[dtype].append(error)
             if not error.passed and dtype not in departures:
                 with x64(dtype == "float64"):
-                    departures[dtype] = describe_departure(names, dtype, oracle, torch_own, side)
+                    departures[dtype] = describe_departure(
+                        dtype, oracle, own_trainings[dtype], side
+                    )
 
     # If no weight changed, the comparison shows nothing, which is a fault.
     same = {name for name in after if np.array_equal(after[name], before.get(name, np.nan))}
@@ -142,48 +134,19 @@ def train_side_by_side(
     )
 
 
-def compared_arrays(names: TableNames | LoaderNames, training: TorchTraining) -> Arrays:
-    """The loss, the weights, the statistics and the averaged weights of the torch side."""
-    mean = training.average()
-    return {
-        "the loss": training.loss,
-        **names.of_torch(training.weights()),
-        **(named_as_averages(select(names.of_torch(mean), names.trained)) if mean else {}),
-    }
-
-
-def named_gradients(
-    names: TableNames | LoaderNames, oracle: TorchTraining, by_key: Arrays
-) -> Arrays:
-    """Torch's gradients or moments under the common names.
-
-    Weights that JAX holds only in sums, and weights without a gradient in torch, are left out.
-    """
-    weights = oracle.weights()
-    zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
-    covered = names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
-    whole = {name for name, array in covered.items() if array.all()}
-    return select(names.of_torch(zeros | by_key), whole & names.unsummed)
-
-
 def describe_departure(
-    names: TableNames | LoaderNames,
-    dtype: str,
-    oracle: TorchTraining,
-    own: TorchTraining,
-    side: JaxTraining,
+    dtype: str, oracle: TorchTraining, own: TorchTraining, side: JaxTraining
 ) -> str:
     """A sentence that tells which of the loss, the gradient and the moments differ at a step."""
-    named = functools.partial(named_gradients, names, oracle)
     rows = {
         "the loss": ({"": oracle.loss}, {"": own.loss}, {"": side.loss}),
-        "the gradient": (named(oracle.gradients), named(own.gradients), side.gradients()),
+        "the gradient": (oracle.gradients(), own.gradients(), side.gradients()),
     }
-    moments, of_own = side.moments(), own.moments()
+    of_own, of_jax = own.moments(), side.moments()
     rows |= {
-        name: (named(by_key), named(of_own[name]), moments[MOMENTS[name]])
-        for name, by_key in oracle.moments().items()
-        if MOMENTS[name] in moments
+        name: (expected, of_own[name], of_jax[MOMENTS[name]])
+        for name, expected in oracle.moments().items()
+        if MOMENTS[name] in of_jax
     }
     clauses = []
     for what, (expected, *runs) in rows.items():
@@ -198,16 +161,6 @@ def describe_departure(
                 f"{what} agrees" if is_equal else f"{what} departs by {error:.1e}{where}"
             )
     return "; ".join(clauses)
-
-
-def named_as_averages(arrays: Arrays) -> Arrays:
-    """The arrays, with names that mark them as averages."""
-    return {f"average of {name}": array for name, array in arrays.items()}
-
-
-def select(arrays: Arrays, names: Collection[str]) -> Arrays:
-    """The arrays that have these names."""
-    return {name: array for name, array in arrays.items() if name in names}
 
 
 def norm(arrays: Arrays) -> float:

@@ -1,6 +1,7 @@
 """The training of the torch side, in a dtype or under an arithmetic mode."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ from jax_models.ops.checks import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.torch_module import in_float64, tensors, twin_in_dtype
 from parity_tests.engine.problem import Arrays, all_in_dtype, in_dtype, state_dict_arrays
 from parity_tests.engine.training.dropout import TorchMasks
+from parity_tests.engine.training.weight_names import Names, as_averages, select
 
 MOMENTS = {
     "exp_avg": "mu",
@@ -25,6 +28,7 @@ MOMENTS = {
 """Optax's name for each moment of an optimizer in `torch.optim`."""
 
 
+@dataclasses.dataclass
 class TorchTraining:
     """Trains the twin batch by batch.
 
@@ -32,37 +36,35 @@ class TorchTraining:
     mode.
     """
 
-    def __init__(
-        self,
-        twin: torch.nn.Module,
-        dtype: str,
-        arithmetic: InFloat64 | RandomRounding | None = None,
-        *,
-        loss: Callable[..., Any],
-        optimizer: Callable[..., Any],
-        scheduler: Callable[..., Any] | None,
-        clip: Callable[..., Any] | None,
-        average: Callable[..., Any] | None,
-        accumulate: int,
-        training: bool,
-    ):
+    twin: torch.nn.Module
+    dtype: str
+    arithmetic: InFloat64 | RandomRounding | None = None
+    _: dataclasses.KW_ONLY
+    names: Names
+    loss_twin: Callable[..., Any]
+    optimizer_twin: Callable[..., Any]
+    scheduler_twin: Callable[..., Any] | None
+    clip_twin: Callable[..., Any] | None
+    average_twin: Callable[..., Any] | None
+    accumulate: int
+    training: bool
+
+    def __post_init__(self) -> None:
         # Under an arithmetic mode, the weights are rounded to the dtype but stored in float64.
-        self._twin = twin_in_dtype(twin, dtype).train(training)
-        if arithmetic is not None:
-            self._twin = twin_in_dtype(self._twin, "float64")
-        self._dtype, self._arithmetic = dtype, arithmetic
-        self._loss, self._clip, self._accumulate = loss, clip, accumulate
+        self.twin = twin_in_dtype(self.twin, self.dtype).train(self.training)
+        if self.arithmetic is not None:
+            self.twin = twin_in_dtype(self.twin, "float64")
 
         # The user's functions make the optimizer and the rest for this copy of the twin.
-        self._optimizer = checked_result(
-            "optimizer_twin", optimizer(self._twin), torch.optim.Optimizer
-        )
+        optim = torch.optim
+        optimizer = self.optimizer_twin(self.twin)
+        self._optimizer = checked_result("optimizer_twin", optimizer, optim.Optimizer)
         self._scheduler = self._average = None
-        if scheduler is not None:
-            kind = torch.optim.lr_scheduler.LRScheduler
-            self._scheduler = checked_result("scheduler_twin", scheduler(self._optimizer), kind)
-        if average is not None:
-            self._average = average(self._twin)
+        if self.scheduler_twin is not None:
+            scheduler, kind = self.scheduler_twin(optimizer), optim.lr_scheduler.LRScheduler
+            self._scheduler = checked_result("scheduler_twin", scheduler, kind)
+        if self.average_twin is not None:
+            self._average = self.average_twin(self.twin)
             if not hasattr(self._average, "update_parameters"):
                 raise TypeError(
                     "average_twin: expected it to return an AveragedModel, got "
@@ -73,38 +75,37 @@ class TorchTraining:
         self.masks: list[np.ndarray] = []
         """The dropout masks of the last batch."""
         self.loss = np.zeros(())
-        self.gradients: Arrays = {}
-        """The gradients of the current step, accumulated so far and not clipped."""
+        self._gradients: Arrays = {}
 
     def train_on(self, batch: Any) -> None:
         """Add the gradient of a batch, and take a step after every `accumulate` batches."""
         self.count += 1
-        inputs = tensors(batch, self._dtype)
-        with self._arithmetic or contextlib.nullcontext(), TorchMasks(self.count) as drawn:
-            value = self._loss(self._twin, in_float64(inputs) if self._arithmetic else inputs)
+        inputs = tensors(batch, self.dtype)
+        with self.arithmetic or contextlib.nullcontext(), TorchMasks(self.count) as drawn:
+            value = self.loss_twin(self.twin, in_float64(inputs) if self.arithmetic else inputs)
             checked_loss("loss_twin", value, torch.Tensor)
             if not value.requires_grad:
                 raise ValueError("loss_twin: expected a loss with a gradient, got one without")
-            (value / self._accumulate).backward()
-            self.gradients = {
+            (value / self.accumulate).backward()
+            self._gradients = {
                 name: in_float64_array(weight.grad)
                 for name, weight in self._parameters()
                 if weight.grad is not None
             }
-            if self.count % self._accumulate == 0:
+            if self.count % self.accumulate == 0:
                 self._step()
         self.loss, self.masks = in_float64_array(value), drawn.masks
 
     def _step(self) -> None:
-        if self._clip is not None:
-            self._clip(self._twin.parameters())
+        if self.clip_twin is not None:
+            self.clip_twin(self.twin.parameters())
         with self._rounded_rates():
             self._optimizer.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
         if self._average is not None:
-            self._average.update_parameters(self._twin)
+            self._average.update_parameters(self.twin)
 
     @contextlib.contextmanager
     def _rounded_rates(self) -> Iterator[None]:
@@ -116,41 +117,61 @@ class TorchTraining:
         """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        if isinstance(self._arithmetic, RandomRounding):
-            step = self.count // self._accumulate
-            half_ulp = min(ulp(self._dtype), ulp("float32")) / 2
+        if isinstance(self.arithmetic, RandomRounding):
+            step = self.count // self.accumulate
+            half_ulp = min(ulp(self.dtype), ulp("float32")) / 2
             for group in groups:
                 powers = [beta**step for beta in group.get("betas", ())]
                 error = sum((step + 1) * half_ulp * power / (1 - power) for power in powers)
-                group["lr"] = group["lr"] * (1 + error * self._arithmetic.noise())
+                group["lr"] = group["lr"] * (1 + error * self.arithmetic.noise())
         yield
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self._twin.named_parameters(remove_duplicate=False)
+        return self.twin.named_parameters(remove_duplicate=False)
 
     def weights(self) -> Arrays:
-        """The weights and buffers by key, the floating ones in float64."""
-        return all_in_dtype(state_dict_arrays(self._twin.state_dict()), "float64")
+        """The weights and the statistics, by name."""
+        return self.names.of_torch(state_in_float64(self.twin))
 
-    def average(self) -> Arrays:
-        """The weights and buffers of the averaged module; empty if there is none."""
-        averaged = getattr(self._average, "module", self._average)
-        return (
-            {}
-            if averaged is None
-            else all_in_dtype(state_dict_arrays(averaged.state_dict()), "float64")
-        )
+    def compared(self) -> Arrays:
+        """The loss, the weights, the statistics and the averaged weights, by name."""
+        found = {"the loss": self.loss, **self.weights()}
+        if self._average is None:
+            return found
+        mean = state_in_float64(getattr(self._average, "module", self._average))
+        return found | as_averages(select(self.names.of_torch(mean), self.names.trained))
+
+    def gradients(self) -> Arrays:
+        """The gradients of the current step, accumulated so far and not clipped, by name."""
+        return self._named(self._gradients)
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimizer's moments, by torch's name of the moment and by the weight's key."""
+        """The optimizer's moments, by torch's name of the moment and by the weight's name."""
         found: dict[str, Arrays] = {}
         for key, weight in self._parameters():
             for name, value in self._optimizer.state.get(weight, {}).items():
                 if name in MOMENTS and isinstance(value, torch.Tensor):
                     found.setdefault(name, {})[key] = in_float64_array(value)
-        return found
+        return {name: self._named(by_key) for name, by_key in found.items()}
+
+    def _named(self, by_key: Arrays) -> Arrays:
+        """Gradients or moments under the common names.
+
+        Weights that JAX holds only in sums, and weights without a gradient in torch, are left out.
+        """
+        weights = state_in_float64(self.twin)
+        zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
+        ones = {key: np.ones(array.shape) for key, array in by_key.items()}
+        covered = self.names.of_torch(zeros | ones)
+        whole = {name for name, array in covered.items() if array.all()}
+        return select(self.names.of_torch(zeros | by_key), whole & self.names.unsummed)
+
+
+def state_in_float64(module: torch.nn.Module) -> Arrays:
+    """The weights and buffers by key, the floating ones in float64."""
+    return all_in_dtype(state_dict_arrays(module.state_dict()), "float64")
 
 
 def in_float64_array(tensor: torch.Tensor) -> np.ndarray:

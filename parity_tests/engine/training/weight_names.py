@@ -81,3 +81,16 @@ class LoaderNames:
             for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
             if is_inexact(leaf)
         }
+
+
+Names = TableNames | LoaderNames
+
+
+def as_averages(arrays: Arrays) -> Arrays:
+    """The arrays, with names that mark them as averages."""
+    return {f"average of {name}": array for name, array in arrays.items()}
+
+
+def select(arrays: Arrays, names: Collection[str]) -> Arrays:
+    """The arrays that have these names."""
+    return {name: array for name, array in arrays.items() if name in names}

@@ -13,24 +13,44 @@ from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.results import Results, only_floating
-from parity_tests.engine.verdict.faults import ORDERS, advice_on_axes, channels_last
 from parity_tests.engine.verdict.report import Report
+
+ORDERS = {
+    3: ("(N, C, L)", "(N, L, C)"),
+    4: ("(N, C, H, W)", "(N, H, W, C)"),
+    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
+}
+"""The names of the axes by rank, with the channels first (as in torch) and with them last."""
+
+
+def channels_last(x: Any) -> tuple[int, ...] | None:
+    """The shape of x with its second axis as the last; None if x cannot be an image."""
+    if getattr(x, "ndim", 0) not in ORDERS or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    return (*x.shape[:1], *x.shape[2:], x.shape[1])
+
+
+def advice(*, inputs: bool, outputs: bool) -> str:
+    """How a JAX model that has the channels last gets and returns them in torch's order."""
+    call = f"model({'jnp.moveaxis(x, 1, -1)' if inputs else 'x'})"
+    call = f"jnp.moveaxis({call}, -1, 1)" if outputs else call
+    return f"Move the axes in the function, or with call=lambda model, x: {call}"
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
     """A note for a JAX side that raises an error, if it would run on inputs with channels last."""
-    shapes = [tuple(x.shape) for x in jax.tree.leaves(problem.inputs) if _is_image(x)]
-    if not shapes or _outputs(problem) is not None:
+    images = [x for x in jax.tree.leaves(problem.inputs) if channels_last(x)]
+    if not images or _outputs(problem) is not None:
         return None
-    outputs = _outputs(with_channels_last(problem, _is_image))
+    outputs = _outputs(with_channels_last(problem, channels_last))
     if outputs is None:
         return None
     pairs = zip(oracle.get("outputs", {}).values(), outputs.values(), strict=False)
-    are_last = any(advice_on_axes(expected.shape, actual.shape) for expected, actual in pairs)
-    first, last = ORDERS[len(shapes[0])]
+    are_last = any(channels_last(expected) == actual.shape for expected, actual in pairs)
+    first, last = ORDERS[images[0].ndim]
     return (
-        f"inputs: {shapes[0]} looks like {first}, and the JAX model takes {last}: it runs on "
-        f"{channels_last(shapes[0])}. {_advice(inputs=True, outputs=are_last)}"
+        f"inputs: {images[0].shape} looks like {first}, and the JAX model takes {last}: it runs on "
+        f"{channels_last(images[0])}. {advice(inputs=True, outputs=are_last)}"
     )
 
 
@@ -44,18 +64,15 @@ def faults_of_axes(
     """
     dtype, group, error = next(report.failures, ("", "", None))
     expected = only_floating(reference.oracle.get("outputs", {}))
-    if error is None or group != "outputs" or not expected:
+    if error is None or group != "outputs":
         return []
 
     # Try to move the axes of the outputs, of the inputs, and of both.
-    for what, among in (
-        ("outputs", [expected]),
-        ("inputs", [problem.inputs]),
-        ("inputs and outputs", [problem.inputs, expected]),
-    ):
-        if not all(any(map(_is_square, jax.tree.leaves(tree))) for tree in among):
-            continue
+    for what in ("outputs", "inputs", "inputs and outputs"):
         inputs, outputs = "inputs" in what, "outputs" in what
+        trees = [*([problem.inputs] if inputs else []), *([expected] if outputs else [])]
+        if not all(any(map(_is_square, jax.tree.leaves(tree))) for tree in trees):
+            continue
         again = with_channels_last(problem, _is_square) if inputs else problem
         results = jax_side.run(again, dtype, reference.oracle.forward, reference.cast_to)
         moved = {
@@ -65,21 +82,15 @@ def faults_of_axes(
         if all(each <= error.bound for each in relative_errors(moved, expected).values()):
             return [
                 f"{what}: both sides agree if the JAX model has the channels on the last axis. "
-                f"{_advice(inputs=inputs, outputs=outputs)}"
+                f"{advice(inputs=inputs, outputs=outputs)}"
             ]
     return []
 
 
-def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:
+def with_channels_last(problem: Problem, which: Callable[[Any], Any]) -> Problem:
     """The problem if the second axis of the inputs that `which` chooses is moved to the end."""
     inputs = jax.tree.map(lambda x: np.moveaxis(x, 1, -1) if which(x) else x, problem.inputs)
     return dataclasses.replace(problem, inputs=inputs)
-
-
-def _advice(*, inputs: bool, outputs: bool) -> str:
-    call = f"model({'jnp.moveaxis(x, 1, -1)' if inputs else 'x'})"
-    call = f"jnp.moveaxis({call}, -1, 1)" if outputs else call
-    return f"Move the axes in the function, or with call=lambda model, x: {call}"
 
 
 def _outputs(problem: Problem) -> dict[str, np.ndarray] | None:
@@ -92,9 +103,4 @@ def _outputs(problem: Problem) -> dict[str, np.ndarray] | None:
 
 def _is_square(x: Any) -> bool:
     """True if x may be an image whose shape is the same with its channels last."""
-    return _is_image(x) and channels_last(x.shape) == tuple(x.shape)
-
-
-def _is_image(x: Any) -> bool:
-    """True if x is a real array with enough axes to have channels."""
-    return getattr(x, "ndim", 0) in ORDERS and jnp.issubdtype(x.dtype, jnp.floating)
+    return channels_last(x) == getattr(x, "shape", ())

@@ -10,14 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
-from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.torch_module import tensors, twin_in_dtype
-from parity_tests.engine.candidates.torch_run import (
-    reproducible,
-    run_oracle,
-)
+from parity_tests.engine.candidates.torch_module import twin_in_dtype
+from parity_tests.engine.candidates.torch_run import forward, run_oracle
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.results import not_finite
@@ -31,15 +27,6 @@ LOOKUPS = ("aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forw
 """The operations of torch that read rows of an embedding; the last one is for frozen embeddings."""
 
 
-class Edge(NamedTuple):
-    """A problem whose inputs are replaced by edge inputs of the same shapes."""
-
-    name: str
-    problem: Problem
-    is_defined: bool = True
-    """False if everything is masked, so that a difference is only a note, and not a fault."""
-
-
 class Lookup(NamedTuple):
     """An embedding that reads an input: its number of rows, and its padding row or -1."""
 
@@ -47,80 +34,80 @@ class Lookup(NamedTuple):
     padding: int
 
 
+def largest_rows(n: np.ndarray, lookup: Lookup | None, _: Any) -> np.ndarray:
+    """The largest of the integers or, for an embedding, its last row that the dtype can index."""
+    if lookup is None:
+        return np.full_like(n, n.max(initial=0))
+    return np.full_like(n, min(lookup.size - 1, np.iinfo(n.dtype).max))
+
+
+MASKED, PADDING = "masks all false", "padding_idx among other integers"
+EDGES: dict[str, dict[str, Callable[..., np.ndarray]]] = {
+    "zeros": {"floating": lambda x, *_: np.zeros_like(x)},
+    "zeros among others": {"floating": lambda x, _, rng: np.where(rng.random(x.shape) < 0.5, 0, x)},
+    "ties": {"floating": lambda x, *_: np.round(x)},
+    "extremes": {"floating": lambda x, *_: LARGE * x},
+    "the largest integers, masks all true": {
+        "integer": largest_rows,
+        "mask": lambda n, *_: np.ones_like(n),
+    },
+    "the smallest integers, masks true at the first place alone": {
+        "integer": lambda n, lookup, _: np.full_like(n, 0 if lookup else n.min(initial=0)),
+        "mask": lambda n, *_: np.broadcast_to(
+            np.arange(n.shape[-1] if n.ndim else 1) == 0, n.shape
+        ),
+    },
+    MASKED: {"mask": lambda n, *_: np.zeros_like(n)},
+    PADDING: {
+        "padded": lambda n, lookup, rng: np.where(rng.random(n.shape) < 0.5, lookup.padding, n)
+    },
+}
+"""For each kind of edge inputs, how it replaces each kind of inputs.
+
+Floating numbers hit the kinks of relu, max and sort, or make exponentials overflow. Integers become
+the first or the last row of an embedding, or its padding row, whose gradient torch drops.
+"""
+
+
+class Edge(NamedTuple):
+    """A problem whose inputs are replaced by edge inputs of the same shapes."""
+
+    name: str
+    problem: Problem
+
+
 def edges(problem: Problem) -> Iterator[Edge]:
     """Yields the problem with each kind of edge inputs that it can have."""
     leaves, structure = jax.tree.flatten(problem.inputs)
     lookups = embedding_lookups(problem)
-    kinds = [*map(input_kind, leaves, lookups)]
-
-    def with_inputs(**changes: Callable[..., Any]) -> Problem:
-        """The problem whose inputs of each kind in `changes` are replaced."""
-        rng = np.random.default_rng(problem.seed)
-        inputs = [
-            changes[kind](leaf, lookup, rng).astype(leaf.dtype) if kind in changes else leaf
-            for leaf, lookup, kind in zip(leaves, lookups, kinds, strict=True)
-        ]
-        return dataclasses.replace(problem, inputs=jax.tree.unflatten(structure, inputs))
-
-    # Replace floating numbers by ones that hit the kinks of relu, max and sort, or that make
-    # exponentials overflow.
-    if "floating" in kinds:
-        zeros = with_inputs(floating=lambda x, *_: np.zeros_like(x))
-        yield Edge("zeros", zeros)
-        some = with_inputs(floating=lambda x, _, rng: np.where(rng.random(x.shape) < 0.5, 0, x))
-        yield Edge("zeros among others", some)
-        yield Edge("ties", with_inputs(floating=lambda x, *_: np.round(x)))
-        yield Edge("extremes", with_inputs(floating=lambda x, *_: LARGE * x))
-        if problem.to_torch is not None:
-            zeros = dataclasses.replace(zeros, twin=without_biases(problem.twin))
-            yield Edge("zeros, biases zero", zeros)
-    if not {"integer", "mask"} & {*kinds}:
-        return
-
-    # Replace integers by the first and the last row of an embedding, and let masks hide nothing or
-    # everything.
-    largest = with_inputs(
-        integer=lambda n, lookup, _: np.full_like(n, largest_row(n, lookup)),
-        mask=lambda n, *_: np.ones_like(n),
-    )
-    yield Edge("the largest integers, masks all true", largest)
-    smallest = with_inputs(
-        integer=lambda n, lookup, _: np.full_like(n, 0 if lookup else n.min(initial=0)),
-        mask=lambda n, *_: np.broadcast_to(np.arange(n.shape[-1] if n.ndim else 1) == 0, n.shape),
-    )
-    yield Edge("the smallest integers, masks true at the first place alone", smallest)
-    if "mask" in kinds:
-        hidden = with_inputs(mask=lambda n, *_: np.zeros_like(n))
-        yield Edge("masks all false", hidden, is_defined=False)
-
-    # Torch drops the gradient of an embedding's padding row, so check whether JAX does, too.
-    def with_padding_rows(
-        n: np.ndarray, lookup: Lookup | None, rng: np.random.Generator
-    ) -> np.ndarray:
-        if lookup is None or lookup.padding < 0:
-            return n
-        return np.where(rng.random(n.shape) < 0.5, lookup.padding, n)
-
-    if any(lookup is not None and lookup.padding >= 0 for lookup in lookups):
-        problem = dataclasses.replace(
-            with_inputs(integer=with_padding_rows), has_padding_gradients=True
+    kinds = [*map(kinds_of_input, leaves, lookups)]
+    for name, changes in EDGES.items():
+        if changes.keys().isdisjoint(set().union(*kinds)):
+            continue
+        rng, inputs = np.random.default_rng(problem.seed), []
+        for leaf, lookup, leaf_kinds in zip(leaves, lookups, kinds, strict=True):
+            for change in (change for kind, change in changes.items() if kind in leaf_kinds):
+                leaf = change(leaf, lookup, rng).astype(leaf.dtype)
+            inputs.append(leaf)
+        edge = dataclasses.replace(
+            problem,
+            inputs=jax.tree.unflatten(structure, inputs),
+            has_padding_gradients=name == PADDING,
         )
-        yield Edge("padding_idx among other integers", problem)
+        yield Edge(name, edge)
+        if name == "zeros" and problem.to_torch is not None:
+            edge = dataclasses.replace(edge, twin=without_biases(problem.twin))
+            yield Edge("zeros, biases zero", edge)
 
 
-def largest_row(integers: np.ndarray, lookup: Lookup | None) -> int:
-    """The largest of the integers or, for an embedding, its last row that the dtype can index."""
-    if lookup is None:
-        return integers.max(initial=0)
-    return min(lookup.size - 1, np.iinfo(integers.dtype).max)
-
-
-def input_kind(leaf: Any, lookup: Lookup | None) -> str:
-    """The kind of an input: "flag", "floating", "integer", or "mask" if all numbers are 0 or 1."""
+def kinds_of_input(leaf: Any, lookup: Lookup | None) -> set[str]:
+    """The kinds of an input: none for a flag; a mask if all numbers are 0 or 1."""
     if is_flag(leaf) or is_inexact(leaf):
-        return "flag" if is_flag(leaf) else "floating"
+        return set() if is_flag(leaf) else {"floating"}
+    if lookup is not None:
+        return {"integer", "padded"} if lookup.padding >= 0 else {"integer"}
     is_mask = leaf.dtype == bool or bool(np.isin(leaf, (0, 1)).all())
-    return "mask" if is_mask and lookup is None else "integer"
+    return {"mask" if is_mask else "integer"}
 
 
 class Lookups(TorchDispatchMode):
@@ -148,14 +135,8 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
     leaves, structure = jax.tree.flatten(problem.inputs)
 
     def lookups_with(inputs: list[Any]) -> list[tuple[torch.Tensor, Lookup]]:
-        twin = twin_in_dtype(problem.twin, "float64")
-        with (
-            torch.no_grad(),
-            reproducible(problem),
-            InFloat64(),
-            Lookups() as lookups,
-        ):
-            problem.call_twin(twin, *tensors(jax.tree.unflatten(structure, inputs), "float64"))
+        with Lookups() as lookups:
+            forward(dataclasses.replace(problem, inputs=jax.tree.unflatten(structure, inputs)))
         return lookups.found
 
     def lookup(i: int, leaf: Any) -> Lookup | None:
@@ -206,7 +187,7 @@ def measure_edges(
 ) -> tuple[list[str], list[str]]:
     """Faults for results that differ on edge inputs in float64, and notes on the comparisons."""
     faults, compared, notes = [], [], []
-    for name, edge, is_defined in edges(problem):
+    for name, edge in edges(problem):
         try:
             reference = TorchReference(edge.twin).run(edge)
             if not_finite(reference.oracle, "torch"):
@@ -224,7 +205,7 @@ def measure_edges(
             for _, group, error in report.failures
             if error.bound < UNDETERMINED
         ]
-        if not is_defined:
+        if name == MASKED:  # a softmax over nothing, for example, has no right result
             notes += found
         elif found and picks_among_equals(edge):
             notes += [f"{fault}; torch picks one of several equals there" for fault in found]

@@ -9,33 +9,7 @@ import numpy as np
 from parity_tests.engine.candidates.jax_program import ProgramFacts, first_of, is_library
 from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
-
-ORDERS = {
-    3: ("(N, C, L)", "(N, L, C)"),
-    4: ("(N, C, H, W)", "(N, H, W, C)"),
-    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
-}
-"""The names of the axes by rank, with the channels first (as in torch) and with them last."""
-Shape = tuple[int, ...]
-
-
-def channels_last(shape: Shape) -> Shape:
-    """The shape with its second axis as the last."""
-    return (*shape[:1], *shape[2:], *shape[1:2])
-
-
-def advice_on_axes(first_shape: Shape, last_shape: Shape) -> str:
-    """Advice on moving the channels if the second shape is the first with its channels last.
-
-    Empty if it is not.
-    """
-    if len(first_shape) not in ORDERS or channels_last(first_shape) != last_shape:
-        return ""
-    first, last = ORDERS[len(first_shape)]
-    return (
-        f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
-        "`call` or in the function"
-    )
+from parity_tests.engine.verdict.channel_order import ORDERS, advice, channels_last
 
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
@@ -56,7 +30,9 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
             array = actual[name]
             if array.shape != like.shape:
                 fault = f"shape {like.shape} in {reference}, {array.shape} in {model}"
-                fault += advice_on_axes(like.shape, array.shape)
+                if channels_last(like) == array.shape:
+                    first, last = ORDERS[like.ndim]
+                    fault += f", as {first} and {last}. {advice(inputs=False, outputs=True)}"
             elif kind_of_numbers(array) != kind_of_numbers(like):
                 fault = f"{like.dtype} in {reference}, {array.dtype} in {model}"
             elif not only_floating({"": like}) and (count := np.count_nonzero(array != like)):
