@@ -22,9 +22,8 @@ from parity_tests.engine.locate.search import Search, WatchingEvaluator
 from parity_tests.engine.locate.substitute import Substitution
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.traces.frameworks import nnx_modules, recording
+from parity_tests.engine.traces.frameworks import nnx_modules, recording, trace_jax
 from parity_tests.engine.traces.held_weights import find_held_weights
-from parity_tests.engine.traces.jax_trace import trace_jax
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Trace
 

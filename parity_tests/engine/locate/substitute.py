@@ -14,7 +14,7 @@ from parity_tests.engine.locate.evidence import Evidence, telling_arrays
 from parity_tests.engine.locate.search import Search, WantedArray, WatchingEvaluator
 from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.jax_trace import trace_jax
+from parity_tests.engine.traces.frameworks import trace_jax
 from parity_tests.engine.traces.trace import FORWARD, Call
 
 

@@ -13,10 +13,11 @@ from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.torch_module import tensors, twin_in_dtype
 from parity_tests.engine.candidates.torch_run import (
     reproducible,
     run_oracle,
+    tensors,
+    twin_in_dtype,
 )
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import TorchReference
