@@ -36,10 +36,6 @@ Leaves = dict[int, Any]
 """Some leaves of a tree, by their index."""
 
 
-ResultKeys = tuple[tuple[str, str], ...]
-"""The group and name of each result of the oracle."""
-
-
 class Arguments:
     """The leaves of a problem's weights, of the rest of its model, and of its inputs."""
 
@@ -240,13 +236,16 @@ class JaxSide:
 
     def _forward(
         self,
-        names: ResultKeys,
+        names: Sequence[tuple[str, str]],
         join: Callable[..., Any],
         facts: ProgramFacts,
         differentiated: Leaves,
         others: Leaves,
     ) -> tuple[list[jax.Array], Any]:
-        """The floating leaves of the results, and all leaves by group and name."""
+        """The floating leaves of the results, and all leaves by group and name.
+
+        `names` are the group and name of each result of the oracle.
+        """
         weights, rest, inputs = join(differentiated, others)
         result = self._problem.call(self._problem.load(weights, rest), *inputs)
         groups = with_names_of(leaves_by_group(result, "JAX", as_array), names)

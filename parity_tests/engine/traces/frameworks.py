@@ -30,7 +30,7 @@ METHODS = ("__call__", "sequence", "attend")
 class Recorder:
     """Records the calls of modules in a trace.
 
-    `on_weights` is called with each call and the weights of its module, which may be JAX tracers.
+    `on_weights` is called with each call and the leaves of its module, which may be JAX tracers.
     """
 
     def __init__(self, trace: Trace, on_weights: Callable[[Call, list[Any]], None] | None):
@@ -58,10 +58,7 @@ class Recorder:
             name, type(module).__name__, hyperparameters=hyperparameters_of(module)
         )
         if self.on_weights is not None:
-            leaves = [
-                leaf for leaf in jax.tree.leaves(weights_of(module)) if hasattr(leaf, "shape")
-            ]
-            self.on_weights(call, leaves)
+            self.on_weights(call, jax.tree.leaves(weights_of(module)))
         self._running.add(key)
         try:
             with self.trace.running(call):
