@@ -1,11 +1,11 @@
 """The problem of a comparison: a torch module, its JAX port, and their inputs."""
 
+import contextlib
 import dataclasses
 import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_models.ops.checks import described
+from jax_models.ops.checks import as_array, checked_choice, described
 from jax_models.weights import Table
 from jax_models.weights.stored import as_numpy
 
@@ -83,17 +83,21 @@ def all_in_dtype(arrays: Mapping[str, np.ndarray], dtype: str) -> Arrays:
     return {key: in_dtype(array, dtype) for key, array in arrays.items()}
 
 
+def is_inexact(leaf: Any) -> bool:
+    """True for an array of real or complex numbers."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def is_torch_module(value: Any) -> bool:
     """True if the value is a torch module. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def kind_of(value: Any) -> str:
-    """The name of a value's class, for error messages; for a class, "the class" and its name."""
-    kind = value if isinstance(value, type) else type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    return f"the class {name}" if isinstance(value, type) else name
+def is_function(value: Any) -> bool:
+    """True for a callable that is neither a class nor a module of NNX or torch."""
+    is_module = isinstance(value, type | nnx.Module) or is_torch_module(value)
+    return callable(value) and not is_module
 
 
 def call_model(model: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -117,14 +121,12 @@ def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
 
 def available_platforms() -> list[str]:
     """The platforms on which JAX can run on this machine."""
-
-    def has(platform: str) -> bool:
-        try:
-            return bool(jax.devices(platform))
-        except RuntimeError:
-            return False
-
-    return [platform for platform in PLATFORMS if has(platform)]
+    found = []
+    for platform in PLATFORMS:
+        with contextlib.suppress(RuntimeError):
+            jax.devices(platform)
+            found.append(platform)
+    return found
 
 
 def checked_platform(platform: str) -> str:
@@ -135,19 +137,11 @@ def checked_platform(platform: str) -> str:
     return platform
 
 
-def checked_choice(name: str, value: str, choices: Iterable[str]) -> str:
-    """The value, which must be one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
     """Refuse everything except functions; the optional ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
-        is_model = isinstance(value, type | nnx.Module) or is_torch_module(value)
-        if is_model or not callable(value):
+        if not is_function(value):
             raise TypeError(f"{name}: expected a function, got {described(value)}")
 
 
@@ -161,15 +155,10 @@ def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
     def array(path: Any, value: Any) -> Any:
         if flags and is_flag(value):
             return value
-        try:
-            result = as_numpy(value)
-        except (TypeError, ValueError, RuntimeError):
-            result = np.empty(0, object)
+        place = name + jax.tree_util.keystr(path)
+        result = as_array(place, value, as_numpy)
         if not any(jnp.issubdtype(result.dtype, kind) for kind in (jnp.number, jnp.bool_)):
-            raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)}: expected an array of numbers, "
-                f"got {described(value)}"
-            )
+            raise TypeError(f"{place}: expected an array of numbers, got {described(value)}")
         return in_dtype(result, "float64")
 
     return jax.tree_util.tree_map_with_path(
@@ -195,13 +184,6 @@ def with_plain_containers(tree: Any) -> Any:
 def is_flag(value: Any) -> bool:
     """True if the value is a Python number or string, on which both sides may branch."""
     return isinstance(value, str) or type(value) in (bool, int, float)
-
-
-def checked_int(name: str, value: int, least: int) -> int:
-    """The value, which must be an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return int(value)
 
 
 def arrays(tree: Any, dtype: str) -> Any:

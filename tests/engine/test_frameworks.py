@@ -18,7 +18,7 @@ from parity_tests import compare, compare_training
 from parity_tests.engine.candidates.model_weights import merge, model_in_dtype, split
 from parity_tests.engine.problem import Problem, call_model
 from parity_tests.engine.results import Results
-from parity_tests.engine.traces.jax_trace import trace_jax
+from parity_tests.engine.traces.frameworks import trace_jax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

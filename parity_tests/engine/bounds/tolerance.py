@@ -138,7 +138,9 @@ def relative_errors(
     """
     if tensors.keys() != oracle.keys():
         raise ValueError(f"expected the tensors {sorted(oracle)}, got {sorted(tensors)}")
-    scales = {name: rms(finite_or_zero(expected)) for name, expected in oracle.items()}
+    scales = {
+        name: rms(np.where(np.isfinite(expected), expected, 0)) for name, expected in oracle.items()
+    }
     largest = max(scales.values(), default=0.0)
     errors = {}
     for name, expected in oracle.items():
@@ -150,12 +152,6 @@ def relative_errors(
             scale = largest
         errors[name] = rms(difference(actual, expected)) / (scale or 1.0)
     return errors
-
-
-def finite_or_zero(x: np.ndarray) -> np.ndarray:
-    """The array, with zeros in place of NaN and infinity."""
-    are_finite = np.isfinite(x)
-    return x if are_finite.all() else np.where(are_finite, x, 0)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.weights.trees import path_of
-from parity_tests.engine.problem import is_torch_module
+from parity_tests.engine.problem import is_function, is_inexact
 
 Call = Callable[..., Any]
 
@@ -68,11 +68,6 @@ def foreign_weights(held: HeldWeights, foreign: ForeignModel) -> Any:
     )
 
 
-def is_inexact(leaf: Any) -> bool:
-    """True for an array of real or complex numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def foreign_model(model: Any) -> ForeignModel | None:
     """The model as a `ForeignModel`, if it belongs to another framework than NNX; None otherwise.
 
@@ -88,8 +83,7 @@ def foreign_model(model: Any) -> ForeignModel | None:
             return foreign
     function: Any
     function, weights = parts
-    is_function = callable(function) and not isinstance(function, type | nnx.Module)
-    if weights is None or not is_function or is_torch_module(function):
+    if weights is None or not is_function(function):
         return None
     return ForeignModel(
         weights, lambda call, weights, *inputs: call(partial(function, weights), *inputs)

@@ -12,7 +12,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 
-from parity_tests.engine.bounds.rounded_constants import is_rounded, short_decimal
+from jax_models.weights.trees import is_floating
+from parity_tests.engine.bounds.rounded_constants import Digits, is_rounded, short_decimal
 from parity_tests.engine.candidates.jax_program import (
     ProgramFacts,
     bodies_in,
@@ -20,31 +21,29 @@ from parity_tests.engine.candidates.jax_program import (
     collect_facts,
     constants_in,
     equations_in,
-    is_real,
     last_uses,
     place_of,
     wider_dtypes,
 )
 
-SCATTERS = {
-    "scatter": lax.scatter,
-    "scatter-add": lax.scatter_add,
-    "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
-    "scatter-sub": getattr(lax, "scatter_sub", None),
-}
+SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
 BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 
 
 class Evaluator:
-    """Evaluates a program with some dtypes replaced by others."""
+    """Evaluates a program with some dtypes, and the digits of its constants, replaced by others."""
 
-    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str], facts: ProgramFacts):
-        self._closed, self._dtypes, self._facts = closed, dtypes, facts
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        dtypes: Mapping[str, str],
+        facts: ProgramFacts,
+        digits: Digits = lambda values: values,
+    ):
+        self._closed, self._dtypes, self._facts, self._digits = closed, dtypes, facts, digits
         constants = {id(atom): (atom, a) for atom, a in constants_in(closed.jaxpr, closed.consts)}
         numbers = [
-            self._exact_decimal(a) for atom, a in constants.values() if is_real(atom.aval.dtype)
+            self._exact_decimal(a) for atom, a in constants.values() if is_floating(atom.aval)
         ]
         facts.constants = [each for each in numbers if dtypes and is_rounded(each).any()]
 
@@ -76,7 +75,7 @@ class Evaluator:
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is None or isinstance(value, Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
             return self._widen(value)
-        if not self._dtypes or not is_real(dtype):
+        if not self._dtypes or not is_floating(atom.aval):
             return self._widen(jnp.asarray(value, dtype))
         wide = self._dtypes.get(str(dtype), dtype)
         return jnp.asarray(self._exact_decimal(value), wide)
@@ -84,7 +83,7 @@ class Evaluator:
     def _exact_decimal(self, value: Any) -> np.ndarray:
         """The value in float64; a short decimal, such as 1e-5, with all digits of float64."""
         short = short_decimal(value)
-        return np.asarray(value if short is None else short, np.float64)
+        return self._digits(np.asarray(value if short is None else short, np.float64))
 
     def _body(self, closed: Any) -> Callable[..., list[Any]]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
@@ -107,14 +106,15 @@ class Evaluator:
 
         # Leave an operation unchanged if it touches no dtype that is replaced.
         inner = (each for b in bodies for each, *_ in equations_in(b, [True] * len(b.invars)))
-        if not any(map(self._has_replaced_dtype, (equation, *inner))):
+        atoms = (v for each in (equation, *inner) for v in (*each.invars, *each.outvars))
+        if not any(map(self._is_replaced, atoms)):
             return self._bind(equation, operands, params)
 
         # Run any other operation in the new dtypes or, if that is impossible, in its own.
-        if name in SCATTERS and SCATTERS[name] is not None:
-            names = ("indices_are_sorted", "unique_indices", "mode")
-            options = {key: params[key] for key in names}
-            return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
+        if name in SCATTERS:
+            scatter = getattr(lax, name.replace("-", "_"))
+            names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            return [scatter(*operands, **{key: params[key] for key in names})]
         if name == "reduce_precision" and self._keeps_precision(equation):
             return operands
         if name not in BIT_PATTERNS and not bodies:
@@ -125,28 +125,24 @@ class Evaluator:
                 pass
         return self._run_in_own_dtypes(equation, operands)
 
-    def _has_replaced_dtype(self, equation: Any) -> bool:
-        """True if the operation takes or returns an array of a dtype that is replaced."""
-        variables = (*equation.invars, *equation.outvars)
-        return any(str(getattr(v.aval, "dtype", None)) in self._dtypes for v in variables)
+    def _is_replaced(self, atom: Any) -> bool:
+        """True if the dtype of an array of the program is replaced."""
+        return str(getattr(atom.aval, "dtype", None)) in self._dtypes
 
     def _run_in_own_dtypes(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         """The results of an operation in the original dtypes of the program."""
-        if equation.primitive.name not in BIT_PATTERNS:
-            self._facts.coarse_operations.append(
-                f"{equation.primitive.name} at {place_of(equation)}"
-            )
+        name = equation.primitive.name
+        if name not in BIT_PATTERNS:
+            self._facts.coarse_operations.append(f"{name} at {place_of(equation)}")
         given = [
-            lax.convert_element_type(x, atom.aval.dtype)
-            if str(getattr(atom.aval, "dtype", None)) in self._dtypes
-            else x
+            lax.convert_element_type(x, atom.aval.dtype) if self._is_replaced(atom) else x
             for x, atom in zip(operands, equation.invars, strict=True)
         ]
         return self._bind(equation, given, equation.params)
 
     def _bind(self, equation: Any, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
         x = operands[0] if equation.primitive is lax.slice_p else None
-        if is_real(getattr(x, "dtype", None)) and not isinstance(x, Tracer):
+        if is_floating(x) and not isinstance(x, Tracer):
             # without jit, JAX would compile a program for each step of a loop over a sequence
             bounds = params["start_indices"], params["limit_indices"], params["strides"] or ()
             slices = itertools.starmap(slice, itertools.zip_longest(*bounds))
@@ -183,18 +179,11 @@ class Evaluator:
         return [*last, *ys]
 
     def _while(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
-        cond_count = params["cond_nconsts"]
-        const_count = cond_count + params["body_nconsts"]
-        of_cond, of_body, init = (
-            operands[:cond_count],
-            operands[cond_count:const_count],
-            operands[const_count:],
-        )
+        of_cond, others = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
+        of_body, init = others[: params["body_nconsts"]], others[params["body_nconsts"] :]
         condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
         return lax.while_loop(
-            lambda state: condition(*of_cond, *state)[0],
-            lambda state: body(*of_body, *state),
-            [*init],
+            lambda state: condition(*of_cond, *state)[0], lambda state: body(*of_body, *state), init
         )
 
 
@@ -221,7 +210,7 @@ class ArgumentFreeEvaluator(PartialEvaluator):
 
     def _widen(self, x: Any) -> Any:
         x = super()._widen(x)
-        if is_real(getattr(x, "dtype", None)):
+        if is_floating(x):
             self._arrays.append(np.unique(np.asarray(x, np.float64)))
         return x
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
@@ -20,19 +19,8 @@ from jax.extend.source_info_util import summarize
 
 DOUBLE = {"float32": "float64", "complex64": "complex128"}
 DOUBLE_OF_HALF = {"bfloat16": "float64", "float16": "float64"}
-BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-)
+BODIES = ("jaxpr", "call_jaxpr")
+CALLS = ("jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 """Operations that only run a body. Their custom derivatives are no longer needed, because
 derivatives are taken before a program is rewritten.
 """
@@ -150,11 +138,6 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
                 yield atom, atom.val
         for body, inner in bodies_in(equation.params):
             yield from constants_in(body, inner)
-
-
-def is_real(dtype: Any) -> bool:
-    """True for a dtype of real floating numbers."""
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def last_uses(jaxpr: Any) -> list[set[Any]]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
-from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import called_body
+from parity_tests.engine.problem import is_inexact
 
 BRANCHING = ("scan", "while", "cond")
 EXACT_OPERATIONS = (
@@ -64,7 +64,10 @@ def exact_and_rounded(x: Any) -> Any:
 
 
 class RoundingEvaluator(Evaluator):
-    """Evaluates a program, and rounds the result of each operation to a dtype at random."""
+    """Evaluates a program, and rounds the result of each operation to a dtype at random.
+
+    The arguments are rounded, too, to the nearest numbers.
+    """
 
     def __init__(self, dtype: str, seed: Any, *args: Any):
         super().__init__(*args)
@@ -72,7 +75,7 @@ class RoundingEvaluator(Evaluator):
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
         """The program's results with rounding."""
-        results = super().evaluate(args)
+        results = super().evaluate([round_to(self._dtype, x) if is_inexact(x) else x for x in args])
         return [x.rounded if isinstance(x, ExactAndRounded) else x for x in results]
 
     def _widen(self, x: Any) -> Any:
@@ -106,8 +109,11 @@ class RoundingEvaluator(Evaluator):
             return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
         if x.dtype != jnp.float64:  # computed in another dtype, whatever the inputs
             return x
-        parts = filter(is_inexact, [_component(each, 1) for each in operands])
-        are_short = self._dtype != "float64" or all_in_bfloat16([*parts])
+        numbers = filter(is_inexact, [_component(each, 1) for each in operands])
+        are_short = (
+            self._dtype != "float64"
+            or jnp.asarray([(round_to("bfloat16", n) == n).all() for n in numbers]).all()
+        )
         self._count += 1
         return randomly_rounded(
             self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count
@@ -119,15 +125,11 @@ def _component(x: Any, i: int) -> Any:
 
 
 def round_to(dtype: str, x: jax.Array) -> jax.Array:
-    """The numbers in float64, rounded to a dtype."""
+    """The numbers, rounded to a dtype, but still in their own."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(round_to(dtype, x.real), round_to(dtype, x.imag))
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
-
-
-def all_in_bfloat16(arrays: Sequence[jax.Array]) -> Any:
-    """True if bfloat16 represents all these numbers exactly."""
-    parts = [part for x in arrays for part in (x.real, x.imag)]
-    return jnp.asarray([(round_to("bfloat16", part) == part).all() for part in parts]).all()
 
 
 @partial(jax.jit, static_argnums=0)

@@ -4,14 +4,14 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.bounds.rounded_constants import is_rounded
-from parity_tests.engine.candidates.adapters import is_inexact
+from jax_models.weights.trees import is_floating
+from parity_tests.engine.bounds.rounded_constants import Digits, is_rounded
 from parity_tests.engine.candidates.evaluator import (
     ArgumentFreeEvaluator,
     Evaluator,
@@ -19,14 +19,9 @@ from parity_tests.engine.candidates.evaluator import (
     trace_program,
     with_dtypes,
 )
-from parity_tests.engine.candidates.jax_program import (
-    ProgramFacts,
-    collect_facts,
-    is_real,
-    wider_dtypes,
-)
+from parity_tests.engine.candidates.jax_program import ProgramFacts, collect_facts, wider_dtypes
 from parity_tests.engine.candidates.jax_rounding import RoundingEvaluator
-from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
+from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag, is_inexact
 from parity_tests.engine.results import (
     GROUPS,
     Results,
@@ -41,50 +36,39 @@ Leaves = dict[int, Any]
 """Some leaves of a tree, by their index."""
 
 
-class Settings(NamedTuple):
-    """The settings for which a program is compiled, in addition to the shapes of its arguments."""
-
-    dtype: str
-    names: tuple[tuple[str, str], ...] = ()
-    """The group and name of each of the oracle's results."""
-    wider_dtypes: tuple[tuple[str, str], ...] = ()
-    """The dtypes that are replaced, and their replacements."""
-    backward: bool = False
-
-
 class Arguments:
     """The leaves of a problem's weights, of the rest of its model, and of its inputs."""
 
-    def __init__(self, problem: Problem, dtype: str):
+    def __init__(self, problem: Problem, dtype: str, digits: Digits | None = None):
         tree = *problem.build(problem.state_dict, dtype), arrays(problem.inputs, dtype)
-        leaves, self._structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(tree)
         weights, self.model_size = (len(jax.tree.leaves(tree[:count])) for count in (1, 2))
+        if digits is not None:
+            for i in filter(lambda i: is_floating(leaves[i]), range(weights, self.model_size)):
+                leaves[i] = jnp.asarray(digits(np.asarray(leaves[i], np.float64)))
         if problem.to_torch is None:  # the gradients of weights would have no names
             weights = 0
         self.differentiated: Leaves = {}
         self.others: Leaves = {}
-        self._constants: Leaves = {}
+        constants: Leaves = {}
         for i, leaf in enumerate(leaves):
             if not hasattr(leaf, "dtype"):
-                self._constants[i] = leaf
+                constants[i] = leaf
             elif is_inexact(leaf) and not weights <= i < self.model_size:
                 self.differentiated[i] = leaf
             else:
                 self.others[i] = leaf
-        flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in self._constants.items()]
+        flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in constants.items()]
         shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
-        self.key = self._structure, len(self.differentiated), (*flags,), (*shapes,)
+        self.key = structure, len(self.differentiated), (*flags,), (*shapes,)
         """Equal for arguments for which the same program can run."""
 
-    @property
-    def join(self) -> Callable[[Leaves, Leaves], tuple[Any, Any, Any]]:
-        """A function that makes weights, rest and inputs from `differentiated` and `others`."""
-        return partial(_join, self._structure, self._constants)
+        def join(differentiated: Leaves, others: Leaves) -> tuple[Any, Any, Any]:
+            all_leaves = {**constants, **others, **differentiated}
+            return jax.tree.unflatten(structure, [all_leaves[i] for i in range(len(all_leaves))])
 
-
-def _join(structure: Any, constants: Leaves, differentiated: Leaves, others: Leaves) -> Any:
-    leaves = {**constants, **others, **differentiated}
-    return jax.tree.unflatten(structure, [leaves[i] for i in range(len(leaves))])
+        self.join = join
+        """Makes weights, rest and inputs from `differentiated` and `others`."""
 
 
 class JaxSide:
@@ -100,6 +84,7 @@ class JaxSide:
         evaluator: evaluates the program of the whole forward and backward pass.
         rounding: the dtype to which the results of float64 operations are rounded at random. It
             replaces `evaluator`. By default nothing is rounded.
+        digits: replaces the constants of the model and of its program by others, in float64.
 
     """
 
@@ -111,8 +96,10 @@ class JaxSide:
         precision: str = "highest",
         evaluator: Callable[..., Evaluator] = Evaluator,
         rounding: str | None = None,
+        digits: Digits | None = None,
     ):
-        self._problem, self._evaluator, self._rounding = problem, evaluator, rounding
+        self._problem, self._rounding, self._digits = problem, rounding, digits
+        self._evaluator = evaluator if digits is None else partial(evaluator, digits=digits)
         self._device, self._precision = jax.devices(platform)[0], precision
         self._programs: dict[Any, tuple[Callable[..., Any], ProgramFacts]] = {}
         self.facts: dict[str, ProgramFacts] = {}
@@ -123,30 +110,29 @@ class JaxSide:
         problem: Problem,
         dtype: str,
         oracle: Results,
-        casts_of_torch: Sequence[str] = (),
+        cast_to: Sequence[str] = (),
         noise: int = 0,
     ) -> Results:
         """The results under the oracle's names, and the gradients for the same random cotangents.
 
         The problem must be the one that this side was made for, except that weights, inputs and
         seed may differ. Gradients are left out if the oracle has none, or if the shapes of the
-        results differ from the oracle's. `casts_of_torch` are the dtypes that the torch side casts
+        results differ from the oracle's. `cast_to` are the dtypes that the reference casts
         to in float64. `noise` is the seed of random rounding.
         """
         # Run the program, which is compiled again for other settings or shapes.
-        settings = Settings(
-            dtype,
-            tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
-            tuple(wider_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
-            "input gradient" in oracle,
-        )
+        names = tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {}))
+        dtypes = wider_dtypes({*cast_to}) if dtype == "float64" else {}
         with self._context(dtype):
-            args = Arguments(problem, dtype)
-            drawn = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
+            args = Arguments(problem, dtype, self._digits)
+            drawn = cotangents(problem.seed, oracle) if "input gradient" in oracle else None
+            drawn = jax.tree.map(lambda c: jnp.asarray(in_dtype(c, dtype)), drawn)
             # A new program gets a `ProgramFacts` of its own.
-            if (key := (settings, args.key)) not in self._programs:
+            key = dtype, names, (*dtypes,), drawn is None, args.key
+            if key not in self._programs:
                 facts = ProgramFacts()
-                program = partial(self._forward_and_backward, settings, args.join, facts)
+                forward = partial(self._forward, names, args.join, facts)
+                program = partial(self._forward_and_backward, forward, dtypes, facts)
                 self._programs[key] = jax.jit(program), facts
             program, self.facts[dtype] = self._programs[key]
             groups, gradient = jax.device_get(
@@ -206,14 +192,14 @@ class JaxSide:
         with jax.enable_x64(True):
             _, rest = problem.build(problem.state_dict, "float64")
         leaves = jax.tree.leaves(rest)
-        real = [np.asarray(leaf) for leaf in leaves if is_real(getattr(leaf, "dtype", None))]
+        real = [np.asarray(leaf) for leaf in leaves if is_floating(leaf)]
         held = [array for array in real if is_rounded(array).any()]
         return [*held, *self.facts["float64"].constants]
 
     def _trace_forward(self, problem: Problem, facts: ProgramFacts) -> tuple[Any, Any, Arguments]:
         """The program of the forward pass, the shapes of its results, and its arguments."""
         args = Arguments(problem, "float64")
-        forward = partial(self._forward, Settings("float64"), args.join, facts)
+        forward = partial(self._forward, (), args.join, facts)
         closed, (_, groups) = trace_program(forward, (args.differentiated, args.others), facts)
         return closed, groups, args
 
@@ -227,25 +213,18 @@ class JaxSide:
             yield
 
     def _forward_and_backward(
-        self,
-        settings: Settings,
-        join: Callable[..., Any],
-        facts: ProgramFacts,
-        noise: Any,
-        *args: Any,
+        self, forward: Any, dtypes: dict[str, str], facts: ProgramFacts, noise: Any, *args: Any
     ) -> tuple[Any, Leaves | None]:
         """The results by group and name, and the gradients; facts are added to `facts`."""
         evaluator = self._evaluator
         if self._rounding is not None:
             evaluator = partial(RoundingEvaluator, self._rounding, noise)
 
-        def function(differentiated: Leaves, others: Leaves, cotangents: list[jax.Array]):
-            def forward(differentiated: Leaves):
-                return self._forward(settings, join, facts, differentiated, others)
-
-            if not settings.backward:
-                return forward(differentiated)[1], None
-            outputs, pullback, groups = jax.vjp(forward, differentiated, has_aux=True)
+        def function(differentiated: Leaves, others: Leaves, cotangents: list[jax.Array] | None):
+            if cotangents is None:
+                return forward(differentiated, others)[1], None
+            forward_of = partial(forward, others=others)
+            outputs, pullback, groups = jax.vjp(forward_of, differentiated, has_aux=True)
             if [y.shape for y in outputs] != [c.shape for c in cotangents]:
                 return groups, None
             # torch's gradients are the complex conjugates of JAX's
@@ -253,20 +232,23 @@ class JaxSide:
             conjugates = [jnp.conj(jnp.asarray(c, y.dtype)) for c, y in pairs]
             return groups, jax.tree.map(jnp.conj, pullback(conjugates)[0])
 
-        return with_dtypes(function, dict(settings.wider_dtypes), facts, evaluator)(*args)
+        return with_dtypes(function, dtypes, facts, evaluator)(*args)
 
     def _forward(
         self,
-        settings: Settings,
+        names: Sequence[tuple[str, str]],
         join: Callable[..., Any],
         facts: ProgramFacts,
         differentiated: Leaves,
         others: Leaves,
     ) -> tuple[list[jax.Array], Any]:
-        """The floating leaves of the results, and all leaves by group and name."""
+        """The floating leaves of the results, and all leaves by group and name.
+
+        `names` are the group and name of each result of the oracle.
+        """
         weights, rest, inputs = join(differentiated, others)
         result = self._problem.call(self._problem.load(weights, rest), *inputs)
-        groups = with_names_of(leaves_by_group(result, "JAX", as_array), settings.names)
+        groups = with_names_of(leaves_by_group(result, "JAX", as_array), names)
         facts.dtypes = {
             (group, name): leaf.dtype
             for group, named in groups.items()

@@ -1,7 +1,8 @@
 """The weights of a reference, of a JAX model, and of a loader."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_models.weights import Table, same
 from jax_models.weights.constant import Constant
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import as_numpy
-from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_inexact
+from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
     checked_arrays,
     in_dtype,
+    is_inexact,
     is_list_of_numbers,
 )
 
@@ -50,11 +51,6 @@ def own_weights(model: Any) -> tuple[Arrays, list[str]]:
     params = params_of(model)
     arrays = {path: np.asarray(param.get_value()) for path, param in params.items()}
     return arrays, [path for path, param in params.items() if isinstance(param, nnx.Param)]
-
-
-def named_table(names: Iterable[str]) -> Table:
-    """A weight table that pairs weights of the same name."""
-    return [same(name, name) for name in names]
 
 
 def is_trivial(value: np.ndarray) -> bool:
@@ -101,23 +97,19 @@ def checked_weights(weights: Any) -> Any:
     return weights
 
 
-class TrackedStateDict(Mapping[str, np.ndarray]):
+class TrackedStateDict(UserDict[str, np.ndarray]):
     """A `state_dict` that records which of its arrays have not been read."""
 
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
+    def __init__(self, arrays: Arrays):
+        super().__init__(arrays)
+        self.unread = dict.fromkeys(arrays)
 
     def __getitem__(self, key: str) -> np.ndarray:
-        if key not in self.arrays:
-            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
         self.unread.pop(key, None)
-        return self.arrays[key]
+        return super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
+    def __missing__(self, key: str) -> np.ndarray:
+        raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.data)}")
 
 
 def split(model: Any) -> tuple[Any, Any]:

@@ -14,15 +14,10 @@ from flax import nnx
 
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
-from jax_models.weights import Table, Weight
+from jax_models.weights import Table, Weight, same
 from jax_models.weights.layouts import params_of, weight_table
 from parity_tests.engine.bounds.tolerance import relative_errors
-from parity_tests.engine.candidates.adapters import (
-    HeldWeights,
-    foreign_model,
-    foreign_weights,
-    is_inexact,
-)
+from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, foreign_weights
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
     TrackedStateDict,
@@ -31,7 +26,6 @@ from parity_tests.engine.candidates.model_weights import (
     is_trivial,
     merge,
     model_in_dtype,
-    named_table,
     own_weights,
     split,
 )
@@ -41,10 +35,11 @@ from parity_tests.engine.problem import (
     all_in_dtype,
     call_model,
     in_dtype,
-    is_torch_module,
-    kind_of,
+    is_function,
+    is_inexact,
     with_kwargs,
 )
+from parity_tests.engine.results import only_floating
 
 MakeProblem = Callable[..., Problem]
 """Makes a `Problem` from the fields of its JAX side; the other fields are already filled in."""
@@ -74,11 +69,10 @@ def port(
     """
     # Refuse a model of an unknown kind, or without numbers.
     foreign, is_nnx = foreign_model(model), isinstance(model, nnx.Module)
-    is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
-    if foreign is None and not is_nnx and not is_function:
+    if foreign is None and not is_nnx and not is_function(model):
         raise TypeError(
             "model: expected an nnx.Module, a model of Linen, Equinox, haiku or Keras, or a "
-            f"function of weights, got {kind_of(model)}"
+            f"function of weights, got {described(model)}"
         )
     if is_nnx and any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
@@ -102,7 +96,7 @@ def port(
             make, call=lambda held, *inputs: run(foreign_weights(held, foreign), *inputs)
         )
         return _port_module(make, reference, HeldWeights(foreign), weights)
-    if isinstance(model, nnx.Module):
+    if is_nnx:
         return _port_module(partial(make, call=apply), reference, model, weights)
 
     # A function takes the weights that its loader makes, or none if the reference has none.
@@ -135,7 +129,7 @@ def _port_module(
 
     # Load the weights: `from_torch` raises an error that lists all keys and shapes that do not fit.
     # Then export them again: a weight that comes back changed is lost in the port.
-    state_dict = floating(all_in_dtype(reference.arrays, "float64"))
+    state_dict = only_floating(all_in_dtype(reference.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
     except TypeError as error:
@@ -169,7 +163,7 @@ def _port_with_own_weights(
         build = lambda _, dtype: split(model_in_dtype(model, dtype))  # noqa: E731
         return make(build=build, load=merge, to_torch=None), [], notes
     owners = {name: name for name in own}
-    problem, notes = _port_with_table(make, model, named_table(own), own, owners)
+    problem, notes = _port_with_table(make, model, [same(name, name) for name in own], own, owners)
     errors = relative_errors(
         all_in_dtype({key: own[key] for key in reference.arrays}, "float64"),
         all_in_dtype(reference.arrays, "float64"),
@@ -221,33 +215,31 @@ def _port_function(
 ) -> PortedProblem:
     """A function whose weights are made by a loader."""
     # Run the loader once: it must return weights, and read each weight on which the result depends.
-    owners = reference.owners
-    reads = TrackedStateDict(all_in_dtype(reference.arrays, "float32"))
-    loaded = loader(reads)
-    if loaded is not reads:
+    owners, arrays = reference.owners, all_in_dtype(reference.arrays, "float32")
+    loaded = loader(reads := TrackedStateDict(arrays))
+    if loaded is reads:
+        reads.unread.clear()
+    else:
         checked_weights(loaded)
-    unread = () if loaded is reads else reads.unread
-    read_owners = {owners[key] for key in owners if key not in unread}
-    unread_weights = [key for key in unread if key in owners and owners[key] not in read_owners]
-    other_arrays = {key: array for key, array in reads.arrays.items() if key not in owners}
+    read_owners = {owners[key] for key in owners if key not in reads.unread}
+    unread = [key for key in reads.unread if key in owners and owners[key] not in read_owners]
+    other_arrays = {key: array for key, array in arrays.items() if key not in owners}
 
     def load(arrays: Mapping[str, Any], _: Any) -> Any:
         return in_evaluation_mode(loader({**arrays, **other_arrays}))
 
     make = partial(make, call=model)
-    problem, notes = _differentiable_problem(make, owners, reads.arrays, load, lambda dtype: None)
+    problem, notes = _differentiable_problem(make, owners, arrays, load, lambda dtype: None)
 
     # If the loader does not read a buffer of computed numbers, such as a sinusoid, JAX must compute
     # them, too, and the outputs show whether they are right. If it does not read a parameter, or a
     # buffer of zeros or ones, the outputs may not show the loss, so ask whether the reference's
     # result depends on it.
     uncertain = [
-        key
-        for key in unread_weights
-        if key in reference.parameters or is_trivial(reference.arrays[key])
+        key for key in unread if key in reference.parameters or is_trivial(reference.arrays[key])
     ]
     affecting = [key for key in uncertain if reference.affects_result(problem, key)]
-    problem = dataclasses.replace(problem, constants=frozenset({*unread_weights} - {*uncertain}))
+    problem = dataclasses.replace(problem, constants=frozenset({*unread} - {*uncertain}))
     return problem, [f"weights: the loader does not read {key}" for key in affecting], notes
 
 
@@ -317,11 +309,6 @@ def traceable_row(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
     return row
 
 
-def floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The real and complex arrays. Integers, such as BatchNorm's counter, are not weights."""
-    return {key: array for key, array in arrays.items() if is_inexact(array)}
-
-
 def floating_leaves(tree: Any) -> list[Any]:
     """The arrays of real or complex numbers in a tree."""
     return [*filter(is_inexact, jax.tree.leaves(tree))]
@@ -335,7 +322,7 @@ def refuse_other_weights(problem: Problem) -> None:
         found = np.unique(np.concatenate([*flat, np.zeros(1, np.complex64)]))
         return found[(found != 0) & (found != 1)]
 
-    expected = numbers(floating(all_in_dtype(problem.state_dict, "float32")).values())
+    expected = numbers(only_floating(all_in_dtype(problem.state_dict, "float32")).values())
     built = floating_leaves(problem.build(problem.state_dict, "float32"))
     if np.isin(expected, numbers(built)).sum() < expected.size / 2:
         raise ValueError(

@@ -1,24 +1,19 @@
-"""Run a torch module, forward and backward."""
+"""Copy a torch module in a dtype, and run it forward and backward."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
+from jax_models.ops.checks import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.torch_module import (
-    cast,
-    convert_tensors,
-    in_float64,
-    tensors,
-    twin_in_dtype,
-)
-from parity_tests.engine.problem import Problem, is_flag
+from parity_tests.engine.problem import COMPLEX, Problem, is_flag
 from parity_tests.engine.results import (
     Results,
     are_same,
@@ -68,25 +63,6 @@ def run_torch_rounded(
     prepare(twin)
     with RandomRounding(dtype, seed, decisions):
         return _run_twin(problem, twin, in_float64(tensors(problem.inputs, dtype)))
-
-
-def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtype]:
-    """The dtypes of the torch side's results, with its own casts, by group and name.
-
-    Empty if torch raises an error, because float64 arrays meet arrays that the module casts to a
-    coarser dtype.
-    """
-    try:
-        with torch.no_grad():
-            twin, inputs = twin_in_dtype(problem.twin, dtype), tensors(problem.inputs, dtype)
-            groups = _call_twin(problem, twin, inputs)
-    except RuntimeError:
-        return {}
-    return {
-        (group, name): jnp.dtype(str(leaf.dtype).removeprefix("torch."))
-        for group, named in groups.items()
-        for name, leaf in named.items()
-    }
 
 
 def affects_result(problem: Problem, key: str) -> bool:
@@ -207,3 +183,86 @@ def _gradient(tensor: torch.Tensor) -> np.ndarray:
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     """The tensor as an array that shares its memory."""
     return as_numpy(tensor.detach().cpu().resolve_conj().resolve_neg())
+
+
+def tensors(tree: Any, dtype: str) -> Any:
+    """The tree of arrays as tensors, with the floating ones in a dtype."""
+
+    def tensor(array: Any) -> Any:
+        return array if is_flag(array) else cast(torch.tensor(np.asarray(array)), dtype)
+
+    return jax.tree.map(tensor, tree)
+
+
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor, cast to a dtype if it is floating; a complex one is cast to a complex dtype."""
+    if tensor.is_complex():
+        return tensor.to(getattr(torch, COMPLEX[dtype]))
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
+def in_float64(tree: Any) -> Any:
+    """The floating tensors of a tree in float64."""
+    return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
+
+
+def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
+    """For each key of a real or complex weight or buffer, the first of the keys that share it."""
+    first: dict[int, str] = {}
+    return {
+        key: first.setdefault(id(weight), key)
+        for key, weight in twin.state_dict(keep_vars=True).items()
+        if weight.is_floating_point() or weight.is_complex()
+    }
+
+
+def checked_twin(twin: Any) -> torch.nn.Module:
+    """A copy of a torch module on the CPU, in evaluation mode."""
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {described(twin)}")
+    if any(weight.is_meta for weight in twin.state_dict().values()):
+        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
+    return convert_tensors(twin, torch.Tensor.cpu).eval()
+
+
+def twin_in_dtype(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
+    """A copy of the module in a dtype, including tensors that it holds as plain attributes."""
+    return convert_tensors(twin, lambda tensor: cast(tensor, dtype))
+
+
+def convert_tensors(
+    twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """A copy of the module in which all tensors are converted."""
+
+    def attribute(value: Any) -> Any:
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return convert(value) if is_plain else value
+
+    # Torch cannot copy computed tensors, because they belong to a graph, so detach them.
+    detached = {
+        id(value): value.detach().clone()
+        for module in twin.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    copied = copy.deepcopy(twin, detached)
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
+    if not is_scripted:
+        copied._apply(convert)
+    for module in copied.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # a script keeps its own references to tensors, so each one must be set anew
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
+                setattr(module, name, weight)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, convert(buffer))
+            continue
+        if is_scripted:
+            module._apply(convert, recurse=False)
+        for name, value in vars(module).items():
+            if name[:1] != "_" or isinstance(value, torch.Tensor):
+                vars(module)[name] = tree_map(attribute, value)
+    return copied

@@ -20,7 +20,7 @@ from parity_tests.engine.candidates.evaluator import Evaluator
 from parity_tests.engine.candidates.jax_program import called_body
 from parity_tests.engine.locate.values import closest_error
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.jax_trace import trace_jax
+from parity_tests.engine.traces.frameworks import trace_jax
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 from parity_tests.engine.traces.trace import Trace
 

@@ -40,7 +40,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
         stored[name] = np.frombuffer(stored[name].tobytes(), np.uint8)
     first: dict[Any, str] = {}
     stored_as = {
-        name: first.setdefault(_fingerprint(array), name) for name, array in stored.items()
+        name: first.setdefault((a.dtype, a.shape, hashlib.sha256(a.data).digest()), name)
+        for name, a in stored.items()
     }
     stored = {name: stored[name] for name in first.values()}
     head = json.dumps({"schema": SCHEMA, "stored_as": stored_as, "others": others, **facts})
@@ -80,10 +81,6 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
     for name, how in facts["others"].items():
         arrays[name] = arrays[name].view(np.dtype(how["dtype"])).reshape(how["shape"])
     return arrays, facts
-
-
-def _fingerprint(array: np.ndarray) -> tuple[Any, ...]:
-    return array.dtype, array.shape, hashlib.sha256(array.data).digest()
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:

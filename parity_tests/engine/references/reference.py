@@ -7,12 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jax_models.ops.checks import checked_bool, described
+from jax_models.ops.checks import checked_bool, checked_count, described
 from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
+from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
 from parity_tests.engine.problem import (
@@ -22,7 +23,6 @@ from parity_tests.engine.problem import (
     check_functions,
     checked_arrays,
     checked_dtypes,
-    checked_int,
     with_kwargs,
 )
 from parity_tests.engine.progress import Say, silent
@@ -34,7 +34,8 @@ from parity_tests.engine.results import (
     not_finite,
     replayable,
 )
-from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, RunAgain, errors_at, own_run
+from parity_tests.engine.traces.trace import Trace
 
 ResultKey = tuple[str, str]
 """The group and the name of a result, such as ("outputs", "y")."""
@@ -51,6 +52,17 @@ class RunErrors:
     overflows: Sequence[str] = ()
     """Why nothing can be compared in this dtype: numbers that overflow, for example."""
     logits: LogitsError | None = None
+
+
+class Run(NamedTuple):
+    """A run of a reference, by default in float64 without its own casts."""
+
+    dtype: str = ""
+    """The dtype of the run, with the reference's own casts."""
+    seed: int | None = None
+    """The seed of a float64 run that is rounded to `dtype` at random instead."""
+    moves: Sequence[np.ndarray] = ()
+    """The relative change of each constant; by default, none is changed."""
 
 
 class Reference(abc.ABC):
@@ -86,6 +98,9 @@ class Reference(abc.ABC):
     notes: Sequence[str] = ()
     """Remarks on the limits of the comparison, for the report."""
     _say: Say = staticmethod(silent)
+    _moves: Sequence[np.ndarray] = ()
+    """How far `with_constants` has moved each constant."""
+    _run_again: RunAgain | None = None
 
     def problem_maker(
         self,
@@ -115,7 +130,7 @@ class Reference(abc.ABC):
             call_twin=call,
             inputs=inputs,
             dtypes=DTYPES[:2] if dtypes is None else checked_dtypes(dtypes),
-            seed=0 if seed is None else checked_int("seed", seed, 0),
+            seed=0 if seed is None else checked_count("seed", seed),
             logits=checked_logits(logits),
         )
 
@@ -130,6 +145,14 @@ class Reference(abc.ABC):
     def run(self, problem: Problem, say: Say = silent) -> Self:
         """Run the problem in float64, and keep the results as the oracle."""
 
+    def _results(self, run: Run) -> Results:
+        """The results of a run."""
+        raise NotImplementedError(f"{self.name} cannot run again")
+
+    def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
+        """The calls of a run; with `is_forward`, those of the forward pass."""
+        raise NotImplementedError(f"{self.name} cannot run again")
+
     @functools.cached_property
     def own_run(self) -> Callable[[str], RunErrors]:
         """A cached function that gives the errors of the reference's own run in a dtype."""
@@ -138,7 +161,7 @@ class Reference(abc.ABC):
     def _own_run(self, dtype: str) -> RunErrors:
         side, oracle = self.sides[0], self.oracle
         self._say(f"{side} in {dtype}")
-        results = oracle if dtype == "float64" else self._results_in(dtype)
+        results = oracle if dtype == "float64" else self._results(Run(dtype))
         error = None
         if self.problem.logits:
             group, name = logits_array(self.problem.logits, oracle)
@@ -149,10 +172,6 @@ class Reference(abc.ABC):
             not_finite(results, f"{dtype} {side}", oracle),
             error,
         )
-
-    def _results_in(self, dtype: str) -> Results:
-        """The results in a dtype coarser than float64."""
-        raise NotImplementedError(f"{self.name} has no results in {dtype}")
 
     def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         """The dtypes of these results, with the reference's own casts."""
@@ -171,15 +190,39 @@ class Reference(abc.ABC):
         """The largest error of each result in the runs with random rounding to a dtype."""
         return largest_by_group(self.rounded(dtype))
 
-    @abc.abstractmethod
-    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
+    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]:
+        self._say(f"{self.sides[0]}, rounded to {dtype} at random")
+        runs = (self._results(Run(dtype, seed)) for seed in range(ROUNDED_RUNS))
+        yield from (errors_of(results, self.oracle) for results in runs)
 
-    @abc.abstractmethod
+    @functools.cached_property
+    def _exact_trace(self) -> Callable[..., Trace]:
+        """The traced run in float64, which all dtypes share."""
+        return functools.cache(partial(self._trace, Run()))
+
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
 
         With `is_forward`, gradients are not needed.
         """
+        self._say(f"{self.sides[0]} in float64, call by call")
+        exact = self._exact_trace(is_forward=is_forward)
+        trace = partial(self._trace, is_forward=is_forward)
+        rounded = [Run(dtype, seed) for seed in range(ROUNDED_RUNS)]
+        # Move the constants twice as far as to JAX's digits, so that these are within the bound.
+        moved = [Run(moves=[2 * move for move in self._moves])] if self._moves else []
+        rounded_errors, moved_errors = (
+            replayable(errors_at(trace(run), exact) for run in runs) for runs in (rounded, moved)
+        )
+        return ReferenceTrace(
+            dtype,
+            exact,
+            self.weights.owners,
+            functools.cache(lambda: own_run(trace(Run(dtype)), exact)),
+            rounded_errors,
+            moved_errors,
+            self._run_again,
+        )
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
@@ -198,7 +241,8 @@ class Reference(abc.ABC):
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results if each constant is scaled by 1 + its move."""
-        raise NotImplementedError(f"{self.name} cannot run with other constants")
+        self._moves = moves
+        return self._results(Run(moves=moves))
 
     def moved_results(
         self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -13,29 +12,19 @@ import torch
 
 from jax_models.weights.trees import path_of
 from parity_tests.engine.bounds.rounded_constants import is_rounded
-from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
-from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.candidates.torch_run import (
     Prepare,
     affects_result,
-    result_dtypes,
     run_oracle,
     run_torch,
     run_torch_rounded,
+    weight_owners,
 )
 from parity_tests.engine.problem import Problem, state_dict_arrays
 from parity_tests.engine.progress import Say, silent
-from parity_tests.engine.references.reference import Reference, ResultKey
-from parity_tests.engine.results import (
-    GROUPS,
-    ErrorsByGroup,
-    Results,
-    are_same,
-    errors_of,
-    not_finite,
-)
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, trace_of_runs
+from parity_tests.engine.references.reference import Reference, ResultKey, Run
+from parity_tests.engine.results import GROUPS, Results, are_same, not_finite
 from parity_tests.engine.traces.torch_trace import run_again, trace_torch
 from parity_tests.engine.traces.trace import Trace
 
@@ -52,7 +41,8 @@ class TorchReference(Reference):
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
         """Run the problem's torch side in float64."""
-        self.problem, self._say, self._moves = problem, say, {}
+        self.problem, self._say = problem, say
+        self._run_again = partial(run_again, problem)
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
@@ -78,64 +68,41 @@ class TorchReference(Reference):
             "same random numbers"
         ]
 
-    def _results_in(self, dtype: str) -> Results:
-        return run_torch(self.problem, dtype)
+    def _results(self, run: Run, prepare: Prepare = lambda twin: None) -> Results:
+        def move_and_prepare(twin: torch.nn.Module) -> None:
+            moves = dict(zip(self.constants, run.moves, strict=True)) if run.moves else {}
+            with torch.no_grad():
+                for name, constant in named_constants(self.problem, twin) if moves else ():
+                    constant.mul_(torch.tensor(1 + moves.get(name, 0.0)))
+            prepare(twin)
+
+        if run.seed is not None:
+            decisions = self._mode.decisions
+            return run_torch_rounded(self.problem, run.dtype, run.seed, decisions, prepare)
+        if run.dtype:
+            return run_torch(self.problem, run.dtype, prepare)
+        return run_oracle(self.problem, move_and_prepare)[0]
+
+    def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
+        return trace_torch(self.problem, partial(self._results, run), is_forward=is_forward)
 
     def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         if dtype == "float64" and self.cast_to:
-            return result_dtypes(self.problem, dtype)
+            try:  # with its own casts
+                results = self._results(Run(dtype))
+            except RuntimeError:  # float64 arrays may meet arrays that the module casts
+                return {}
         named = ((group, results.get(group, {})) for group in GROUPS[:2])
         return {(group, name): a.dtype for group, arrays in named for name, a in arrays.items()}
-
-    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
-        self._say(f"torch, rounded to {dtype} at random")
-        run = partial(run_torch_rounded, self.problem, dtype, decisions=self._mode.decisions)
-        yield from (errors_of(run(seed), self.oracle) for seed in range(ROUNDED_RUNS))
-
-    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        self._say("torch in float64, call by call")
-        problem, decisions = self.problem, self._mode.decisions
-        traced = partial(trace_torch, problem, is_forward=is_forward)
-
-        def rounded() -> Iterator[Trace]:
-            for seed in range(ROUNDED_RUNS):
-                yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
-
-        def moved() -> Iterator[Trace]:
-            if self._moves:  # twice as far as to JAX's digits, so that these are within the bound
-                twice = {name: 2 * move for name, move in self._moves.items()}
-                yield traced(partial(run_with_moved_constants, problem, moves=twice))
-
-        return trace_of_runs(
-            dtype,
-            self._traced_oracle(is_forward=is_forward),
-            self.weights.owners,
-            lambda: traced(partial(run_torch, problem, dtype)),
-            rounded(),
-            moved(),
-            partial(run_again, problem),
-        )
-
-    @functools.cached_property
-    def _traced_oracle(self) -> Callable[..., Trace]:
-        """The traced run in float64, which all dtypes share."""
-        run = partial(run_with_moved_constants, self.problem)
-        return functools.cache(partial(trace_torch, self.problem, run))
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The twin's constants that are rounded to float32, by name."""
         constants = {
             name: tensor.detach().double().numpy()
-            for name, tensor in named_constants(self.problem, self.problem.twin)
+            for name, tensor in named_constants(self.problem, self.twin)
         }
         return {name: value for name, value in constants.items() if is_rounded(value).any()}
-
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results if each constant is scaled by 1 + its move."""
-        self._moves = dict(zip(self.constants, moves, strict=True))
-        return run_with_moved_constants(self.problem, moves=self._moves)
 
 
 def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,23 +124,3 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
             ):
                 seen.add(id(tensor))
                 yield key, tensor
-
-
-def run_with_moved_constants(
-    problem: Problem,
-    prepare: Prepare = lambda twin: None,
-    moves: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> Results:
-    """The float64 results if the constants that `moves` names are scaled by 1 + their moves.
-
-    `prepare` may change the copy of the twin before it runs.
-    """
-
-    def move_constants(twin: torch.nn.Module) -> None:
-        with torch.no_grad():
-            for name, constant in named_constants(problem, twin) if moves else ():
-                if name in moves:
-                    constant.mul_(torch.tensor(1 + moves[name]))
-        prepare(twin)
-
-    return run_oracle(problem, move_constants)[0]

@@ -19,7 +19,7 @@ from jax_models.weights.layouts import params_of
 from jax_models.weights.rows import join
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
-from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.candidates.torch_run import weight_owners
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.frameworks import nnx_modules
 

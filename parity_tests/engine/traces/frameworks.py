@@ -1,4 +1,4 @@
-"""Record the calls of a JAX side's modules, whatever their framework.
+"""Run a JAX side and record the calls of its modules, whatever their framework.
 
 No framework is imported here, because no module can belong to one that has not been imported.
 """
@@ -6,7 +6,7 @@ No framework is imported here, because no module can belong to one that has not 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 from unittest import mock
@@ -16,7 +16,9 @@ from flax import nnx
 
 from jax_models.weights.rows import join
 from jax_models.weights.trees import path_of
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of
 from parity_tests.engine.traces.tap import observe, tapped
 from parity_tests.engine.traces.trace import Call, Trace
@@ -28,14 +30,13 @@ METHODS = ("__call__", "sequence", "attend")
 class Recorder:
     """Records the calls of modules in a trace.
 
-    `on_weights` is called with each call and the weights of its module, which may be JAX tracers.
+    `on_weights` is called with each call and the leaves of its module, which may be JAX tracers.
     """
 
     def __init__(self, trace: Trace, on_weights: Callable[[Call, list[Any]], None] | None):
         self.trace, self.on_weights = trace, on_weights
         self._running: set[tuple[int, str]] = set()
-        self.names: dict[int, str] = {}
-        self._named_modules: list[Any] = []  # kept alive, so that no other module gets the same id
+        self._named: dict[int, tuple[str, Any]] = {}  # modules stay alive, so that ids stay theirs
 
     def call(
         self,
@@ -57,10 +58,7 @@ class Recorder:
             name, type(module).__name__, hyperparameters=hyperparameters_of(module)
         )
         if self.on_weights is not None:
-            leaves = [
-                leaf for leaf in jax.tree.leaves(weights_of(module)) if hasattr(leaf, "shape")
-            ]
-            self.on_weights(call, leaves)
+            self.on_weights(call, jax.tree.leaves(weights_of(module)))
         self._running.add(key)
         try:
             with self.trace.running(call):
@@ -80,9 +78,7 @@ class Recorder:
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
         """Name a module and its submodules, except those that already have a name."""
         for path, module in modules:
-            name = join(prefix, path) if path else prefix
-            if self.names.setdefault(id(module), name) == name:
-                self._named_modules.append(module)
+            self._named.setdefault(id(module), (join(prefix, path) if path else prefix, module))
 
     def name(self, module: Any, submodules: Callable[[Any], Iterator[tuple[str, Any]]]) -> str:
         """A module's path.
@@ -91,21 +87,19 @@ class Recorder:
         the path of a module of the same class that is inside the current call and has not been
         called there yet.
         """
-        if id(module) not in self.names:
+        if id(module) not in self._named:
             self.register(self._guess_name(module), submodules(module))
-        return self.names[id(module)]
+        return self._named[id(module)][0]
 
     def _guess_name(self, module: Any) -> str:
         parent = self.trace.open_calls[-1] if self.trace.open_calls else None
         called = {call.name for call in self.trace.calls if call.parent is parent}
-        same_class = [
-            self.names[id(other)] for other in self._named_modules if type(other) is type(module)
-        ]
-        similar = [
-            name for name in same_class if name.startswith(join(self.outer_name, ""))
-        ] or same_class
+        named = self._named.values()
+        same_class = [name for name, other in named if type(other) is type(module)]
+        inside = join(self.outer_name, "")
+        similar = [name for name in same_class if name.startswith(inside)] or same_class
         uncalled = [name for name in similar if name not in called]
-        if uncalled or similar:
+        if similar:
             return (uncalled or similar[-1:])[0]
         return "" if parent is None else join(self.outer_name, type(module).__name__)
 
@@ -232,3 +226,20 @@ def recording(
             stack.enter_context(context)
         stack.enter_context(tapped(trace))
         yield dataclasses.replace(problem, call=call)
+
+
+def trace_jax(
+    problem: Problem,
+    dtype: str,
+    oracle: Results,
+    cast_to: Sequence[str] = (),
+    *,
+    noise: int = 0,
+    **options: Any,
+) -> Trace:
+    """The calls of a JAX side. The arguments are those of `JaxSide.run` and of `JaxSide`."""
+    trace = Trace()
+    whole = trace.begin("", "run")
+    with recording(trace, problem) as side, trace.running(whole):
+        results = JaxSide(side, **options).run(side, dtype, oracle, cast_to, noise)
+    return trace.finish(problem, results)

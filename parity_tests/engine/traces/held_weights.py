@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import WeightsOnly
-from parity_tests.engine.problem import Arrays, Problem
+from parity_tests.engine.problem import Arrays, Problem, is_inexact
 from parity_tests.engine.traces.frameworks import recording
 from parity_tests.engine.traces.tap import observed
 from parity_tests.engine.traces.trace import Call, Trace

@@ -78,12 +78,9 @@ def hyperparameter_differences(reference: Hyperparameters, model: Hyperparameter
 def _agree(a: Any, b: Any) -> bool:
     """True if two values agree up to float32 rounding. A number equals a tuple of that number."""
     if isinstance(a, tuple | list) or isinstance(b, tuple | list):
-        a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
-        size = max(len(a), len(b))
-        if {len(a), len(b)} - {1, size}:
-            return False
-        a, b = ([*x] * (size if len(x) == 1 else 1) for x in (a, b))
-        return all(map(_agree, a, b))
+        a, b = _sequence(a), _sequence(b)
+        a, b = (x * (max(len(a), len(b)) if len(x) == 1 else 1) for x in (a, b))
+        return len(a) == len(b) and all(map(_agree, a, b))
     if isinstance(a, str) and isinstance(b, str):
         return a.casefold() == b.casefold()
     if isinstance(a, int | float) and isinstance(b, int | float):
@@ -96,13 +93,11 @@ def _pads(layer: Hyperparameters) -> Any:
     by_name = {CANONICAL.get(name, name): value for name, value in layer.items()} | {**layer}
     padding = by_name["padding"]
     given = [by_name.get(name, 1) for name in ("kernel_size", "dilation", "stride")]
-    rank = max(len(v) if isinstance(v, tuple | list) else 1 for v in (padding, *given))
-    if isinstance(padding, tuple | list):
-        pads = [p if isinstance(p, tuple | list) else (p, p) for p in padding]
-        return pads * (rank if len(pads) == 1 else 1)
+    rank = max(len(_sequence(value)) for value in (padding, *given))
     if not isinstance(padding, str):
-        return [(padding, padding)] * rank
-    kernel, dilation, stride = ([*v] if isinstance(v, tuple | list) else [v] * rank for v in given)
+        pads = [p if isinstance(p, tuple | list) else (p, p) for p in _sequence(padding)]
+        return pads * (rank if len(pads) == 1 else 1)
+    kernel, dilation, stride = (_sequence(v) * (rank // len(_sequence(v))) for v in given)
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=False)]
     kind = padding.casefold()
     if kind == "same" and {*stride} == {1} and "kernel_size" in by_name:
@@ -110,6 +105,10 @@ def _pads(layer: Hyperparameters) -> Any:
     if kind == "causal":
         return [(total, 0) for total in totals]
     return [(0, 0)] * rank if kind == "valid" else None
+
+
+def _sequence(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, tuple | list) else [value]
 
 
 def _as_text(value: Any) -> str:

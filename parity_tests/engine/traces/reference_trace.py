@@ -1,16 +1,13 @@
 """The calls of a reference's run, and how far rounding moves their arrays."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import K, difference, raise_bounds, rms, ulp
 from parity_tests.engine.problem import Arrays
-from parity_tests.engine.results import replayable
 from parity_tests.engine.traces.trace import Call, Trace
 
 Place = tuple[int, str, str]
@@ -69,39 +66,10 @@ class ReferenceTrace:
         return self.own_run().dtypes[call.index][slot]
 
 
-def trace_of_runs(
-    dtype: str,
-    trace: Trace,
-    owners: Mapping[str, str],
-    run_in_dtype: Callable[[], Trace],
-    rounded: Iterable[Trace],
-    moved: Iterable[Trace] = (),
-    run_again: RunAgain | None = None,
-) -> ReferenceTrace:
-    """The trace of a reference that can be run again.
-
-    Args:
-        dtype: the dtype of the comparison.
-        trace: the run in float64.
-        owners: for each key of a weight, the first of the keys that share it.
-        run_in_dtype: makes the reference's own run in the dtype.
-        rounded: the float64 runs that are rounded to the dtype at random.
-        moved: the float64 runs whose constants are off by their rounding to float32.
-        run_again: runs a call with other arrays; None if that is impossible.
-
-    """
-
-    @functools.cache
-    def make_own_run() -> OwnRun:
-        own_trace = run_in_dtype()
-        dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in own_trace.calls]
-        return OwnRun(errors_at(own_trace, trace), dtypes)
-
-    errors = partial(errors_at, oracle=trace)
-    rounded_errors, moved_errors = (replayable(map(errors, runs)) for runs in (rounded, moved))
-    return ReferenceTrace(
-        dtype, trace, owners, make_own_run, rounded_errors, moved_errors, run_again
-    )
+def own_run(trace: Trace, oracle: Trace) -> OwnRun:
+    """The errors and dtypes of a traced run in a dtype; `oracle` is the run in float64."""
+    dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in trace.calls]
+    return OwnRun(errors_at(trace, oracle), dtypes)
 
 
 def largest_errors(runs: Iterable[Errors]) -> Errors:

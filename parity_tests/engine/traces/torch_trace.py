@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.engine.candidates.torch_module import weight_owners
-from parity_tests.engine.candidates.torch_run import Prepare, forward
+from parity_tests.engine.candidates.torch_run import Prepare, forward, weight_owners
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
 from parity_tests.engine.traces.hyperparameters import hyperparameters_of

@@ -157,9 +157,8 @@ def map_arrays(
     if is_array(tree):
         return change(path, tree)
     if isinstance(tree, tuple) and (names := getattr(tree, "_fields", None)):
-        return type(tree)(
-            *(recurse(v, path=f"{path}.{n}") for n, v in zip(names, tree, strict=True))
-        )
+        entries = zip(names, tree, strict=True)
+        return type(tree)(*(recurse(value, path=f"{path}.{name}") for name, value in entries))
     if type(tree) in (tuple, list):
         return type(tree)(recurse(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
     # In a copy, set only the entries that have changed, because a class may compute the others.

@@ -10,21 +10,20 @@ import optax
 import torch
 from flax import nnx
 
-from jax_models.ops.checks import checked_bool, described
+from jax_models.ops.checks import checked_bool, checked_size, described
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
     checked_weights,
     model_in_dtype,
 )
 from parity_tests.engine.candidates.port import port
-from parity_tests.engine.candidates.torch_module import checked_twin
+from parity_tests.engine.candidates.torch_run import checked_twin
 from parity_tests.engine.problem import (
     Problem,
     all_in_dtype,
     check_functions,
     checked_arrays,
     checked_dtypes,
-    checked_int,
 )
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.training.dropout import MasksDifferError
@@ -102,7 +101,7 @@ def compare_training(
     batches = checked_arrays("batches", list(batches))
     if not len(batches):
         raise ValueError("batches: expected at least one")
-    if checked_int("accumulate", accumulate, 1) > len(batches):
+    if checked_size("accumulate", accumulate) > len(batches):
         raise ValueError(
             f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
             "no optimizer would take a step"

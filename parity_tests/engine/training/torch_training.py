@@ -12,9 +12,14 @@ from jax_models.ops.checks import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.adapters import is_inexact
-from parity_tests.engine.candidates.torch_module import in_float64, tensors, twin_in_dtype
-from parity_tests.engine.problem import Arrays, all_in_dtype, in_dtype, state_dict_arrays
+from parity_tests.engine.candidates.torch_run import in_float64, tensors, twin_in_dtype
+from parity_tests.engine.problem import (
+    Arrays,
+    all_in_dtype,
+    in_dtype,
+    is_inexact,
+    state_dict_arrays,
+)
 from parity_tests.engine.training.dropout import TorchMasks
 from parity_tests.engine.training.weight_names import Names, as_averages, select
 

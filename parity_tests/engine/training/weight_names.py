@@ -10,8 +10,7 @@ from flax import nnx
 from jax_models import to_torch
 from jax_models.weights import Table
 from jax_models.weights.trees import path_of
-from parity_tests.engine.candidates.adapters import is_inexact
-from parity_tests.engine.problem import Arrays, in_dtype
+from parity_tests.engine.problem import Arrays, in_dtype, is_inexact
 
 
 class TableNames:

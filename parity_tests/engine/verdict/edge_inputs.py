@@ -10,11 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
-from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.torch_module import twin_in_dtype
-from parity_tests.engine.candidates.torch_run import forward, run_oracle
-from parity_tests.engine.problem import Problem, is_flag
+from parity_tests.engine.candidates.torch_run import forward, run_oracle, twin_in_dtype
+from parity_tests.engine.problem import Problem, is_flag, is_inexact
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.results import not_finite
 from parity_tests.engine.verdict.measure import measure

@@ -15,7 +15,6 @@ from parity_tests.engine.bounds.rounded_constants import (
 )
 from parity_tests.engine.bounds.tolerance import FLOAT64, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.other_digits import run_with_digits
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
 from parity_tests.engine.progress import Say, silent
@@ -149,7 +148,8 @@ def explained_by_constants(
     runs = [reference.moved_results(moves, unknown, expected)]
     if any(each.any() for each in lacking):
         digits = digits_of(held, moved_by_rounding(lacking))
-        again = run_with_digits(problem, digits, oracle, reference.cast_to, platform)
+        side = JaxSide(problem, platform, digits=digits)
+        again = side.run(problem, "float64", oracle, reference.cast_to)
         runs.append(errors_of(again, ours))
     note += ", where it depends on them, only as closely as float32 allows"
     return expected, largest_by_group(runs), [note]
