@@ -443,3 +443,17 @@ def located(torch_side, jax_side, *inputs):
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 INDICES = np.arange(3)
+
+
+def logistic(x, steps=12):
+    """The logistic map, which doubles an error at each step."""
+    for _ in range(steps):
+        x = 3.9 * x * (1 - x)
+    return x
+
+
+def reordered_logistic(x, factor=1.0, steps=12):
+    """The same map with its products in another order, and with another rate."""
+    for _ in range(steps):
+        x = 3.9 * factor * (x * (1 - x))
+    return x

@@ -13,7 +13,16 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models.weights import Weight, added, layer_norm, linear, parts, same, transposed
+from jax_models.weights import (
+    Weight,
+    added,
+    layer_norm,
+    linear,
+    loader,
+    parts,
+    same,
+    transposed,
+)
 from parity_tests import compare, compare_training
 from parity_tests.engine.candidates.model_weights import merge, model_in_dtype, split
 from parity_tests.engine.problem import Problem, call_model
@@ -49,23 +58,15 @@ class LinenMLP(linen.Module):
 LINEN_TABLE = [*layer_norm("LayerNorm_0", "norm"), *linear("Dense_0", "a"), *linear("Dense_1", "b")]
 
 
-def linen_params(weights):
-    return {
-        "LayerNorm_0": {"scale": weights["norm.weight"], "bias": weights["norm.bias"]},
-        "Dense_0": {"kernel": weights["a.weight"].T, "bias": weights["a.bias"]},
-        "Dense_1": {"kernel": weights["b.weight"].T, "bias": weights["b.bias"]},
-    }
-
-
 def of_linen(form, epsilon):
     module = LinenMLP(epsilon)
-    if form == "a loader":
-        return module, {"weights": linen_params}
     if form == "ToNNX":
         model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
         nnx.bridge.lazy_init(model, jnp.ones((1, 8)))
         return model, {"weights": LINEN_TABLE}
     variables = module.init(jax.random.key(0), jnp.ones((1, 8)))
+    if form == "a loader":
+        return module, {"weights": loader(variables["params"], LINEN_TABLE)}
     model = module.bind(variables) if form == "bound" else (module, variables)
     return model, {"weights": LINEN_TABLE}
 
@@ -111,20 +112,14 @@ def of_haiku(form, epsilon):
 
     transform = hk.transform_with_state if "state" in form else hk.transform
     transformed = transform(function)
-    if form == "a loader":
-        return hk.without_apply_rng(transformed), {
-            "weights": lambda w: {
-                "norm": {"scale": w["norm.weight"], "offset": w["norm.bias"]},
-                "a": {"w": w["a.weight"].T, "b": w["a.bias"]},
-                "b": {"w": w["b.weight"].T, "b": w["b.bias"]},
-            }
-        }
     table = [
         *(same("norm.scale", "norm.weight"), same("norm.offset", "norm.bias")),
         *(transposed(f"{name}.w", f"{name}.weight") for name in "ab"),
         *(same(f"{name}.b", f"{name}.bias") for name in "ab"),
     ]
     params = transformed.init(jax.random.key(0), jnp.ones((1, 8)))
+    if form == "a loader":
+        return hk.without_apply_rng(transformed), {"weights": loader(params, table)}
     return (transformed, params), {"weights": table}
 
 

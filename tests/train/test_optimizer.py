@@ -208,7 +208,7 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
 @pytest.mark.parametrize(
     ("num_steps", "clip_norm", "tolerance"),
     [
-        (200, 0.2, FLOAT64),
+        (60, 0.2, FLOAT64),
         pytest.param(2000, None, LONG_TRAJECTORY, marks=pytest.mark.slow),
     ],
 )
@@ -233,4 +233,4 @@ def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance, x64):
             weights[key], expected.numpy(), rtol=0, atol=tolerance * expected.abs().max().item()
         )
     assert losses[0] > 2.5
-    assert losses[-1] < (2.5 if num_steps == 200 else 0.4)
+    assert losses[-1] < (losses[0] - 0.05 if num_steps == 60 else 0.4)
