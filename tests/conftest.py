@@ -64,7 +64,10 @@ def compilations():
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """The folder of a run with default options, trained to the end."""
+    """The folder of a run with default options, trained to the end.
+
+    Quick tests that need it are in the xdist group "finished", so that one process trains it.
+    """
     folder = tmp_path_factory.mktemp("finished") / "run"
     main(["--out", str(folder), "--eval-batches", "20"])
     return folder

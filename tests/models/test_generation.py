@@ -244,13 +244,19 @@ REFUSED = [
     ("mask: expected 0 and 1", {"mask": [[0, 1, 2], [0, 1, 1]]}),
     ("mask: expected booleans", {"mask": [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]}),
     ("mask: expected rows of one length", {"mask": [[1], [1, 1]]}),
-    ("top_p: expected 0 … 1, got 1.5", {"top_p": 1.5}),
-    ("top_p: expected 0 … 1, got nan", {"top_p": float("nan")}),
-    ("top_p: expected a number", {"top_p": "0.9"}),
-    ("repetition_penalty: expected a positive number", {"repetition_penalty": 0}),
-    ("repetition_penalty: expected a number", {"repetition_penalty": True}),
-    (r"stop_tokens: expected values in 0 … 19, got \[-1, 20\]", {"stop_tokens": [-1, 3, 20]}),
-    ("stop_tokens: expected integers", {"stop_tokens": "</s>"}),
+    *(
+        (f"{name}: expected", {name: value})
+        for name, values in {
+            "temperature": (-1.0, "hot"),
+            "num_tokens": (0, 2**31),
+            "key": (0, jax.random.split(KEY)),
+            "top_k": (0,),
+            "top_p": (1.5, float("nan"), "0.9"),
+            "repetition_penalty": (0, True),
+            "stop_tokens": ([-1, 3, 20], "</s>"),
+        }.items()
+        for value in values
+    ),
 ]
 
 
@@ -258,4 +264,4 @@ REFUSED = [
 @pytest.mark.parametrize("call", [generate, stream])
 def test_refuses(message, options, call):
     with pytest.raises((TypeError, ValueError), match=message):
-        call(model(), TWO, 3, key=KEY, **options)
+        call(model(), TWO, **{"num_tokens": 3, "key": KEY} | options)

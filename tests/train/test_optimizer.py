@@ -32,6 +32,7 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from train.windows import Batches, split
 
+FIRST = {case.architecture: case for case in reversed(CASES.values())}
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_steps=3)
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.array([0.3, -0.1])}
 GRADIENTS = [jax.tree.map(lambda p, i=i: jnp.sin(p + i), PARAMS) for i in range(9)]
@@ -83,10 +84,11 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
         np.testing.assert_allclose(ours[name], twin.numpy(), rtol=0, atol=1e-5)
 
 
-def test_matrices_are_what_multiplies():
+@pytest.mark.parametrize("cases", [FIRST, pytest.param(CASES, marks=pytest.mark.slow)])
+def test_matrices_are_what_multiplies(cases):
     """Lists the names for all layers and models of the registry."""
     found = set()
-    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in CASES.values()]
+    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in cases.values()]
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         if param.ndim >= 2 and not is_matrix(path, param):
