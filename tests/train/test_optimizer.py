@@ -97,7 +97,8 @@ def test_matrices_are_what_multiplies(cases):
             assert is_matrix(path, param) == (param.ndim >= 2)
         if param.ndim < 2:
             assert not is_matrix(path, param)
-    assert found == {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+    names = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+    assert found == names if cases is CASES else found < names
 
 
 def test_the_average_is_the_weighted_mean_of_what_the_steps_made():
