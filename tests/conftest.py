@@ -48,9 +48,26 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture
+def compilations():
+    """Collects the programs that XLA compiles during a test."""
+    compiled = []
+
+    def listen(event: str, seconds: float, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """The folder of a run with default options, trained to the end."""
+    """The folder of a run with default options, trained to the end.
+
+    Quick tests that need it are in the xdist group "finished", so that one process trains it.
+    """
     folder = tmp_path_factory.mktemp("finished") / "run"
     main(["--out", str(folder), "--eval-batches", "20"])
     return folder

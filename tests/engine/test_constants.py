@@ -1,6 +1,5 @@
 """Float32 constants on one side: the errors that they explain, and those that they do not."""
 
-import tracemalloc
 from functools import partial
 
 import jax
@@ -84,26 +83,6 @@ def test_a_wrong_gradient_beside_constants_is_of_the_gradients_alone():
     assert {dtype for dtype, *_ in report.failures} == {"float64", "float32"}
 
 
-def rotated(table, factor=1.0):
-    """A function, and its weights."""
-
-    def function(w, x):
-        a, b = jnp.split(factor * x @ w["w"], 2, -1)
-        cos, sin = (f(TABLES[table]()).astype(x.dtype) for f in (jnp.cos, jnp.sin))
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    return function, {"w": np.random.default_rng(1).standard_normal((WIDTH, WIDTH))}
-
-
-@pytest.mark.parametrize("factor", [1, 1 + 1e-9])
-def test_a_jax_reference_gets_the_digits_of_the_model(factor):
-    x = np.random.default_rng(0).standard_normal((TIME, WIDTH))
-    model = rotated("frequencies", factor)
-    report = compare(rotated("float32"), model, x, dtypes="float64")
-    assert report.passed == (factor == 1), str(report)
-    assert all(error.bound < 1e-11 for error in report.errors["float64"].values()), str(report)
-
-
 THIRD = np.float32(1 / 3)
 
 
@@ -179,17 +158,3 @@ def test_complex_constants_keep_their_imaginary_part(factor):
     report = compare(TorchComplexHeads(), ComplexHeads(factor), x, weights=table)
     assert report.passed == (factor == 1), str(report)
     assert "1 constant is in float32 (JAX's constant 0 = 0.333333343)" in str(report)
-
-
-def test_the_memory_does_not_grow_with_the_number_of_constants():
-    """A copy of the results for each of the 255 rounded numbers would take 500 MB."""
-
-    def peak(table):
-        tracemalloc.start()
-        try:
-            compared(table)
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    assert peak("angles") < 2 * peak("float32")

@@ -19,6 +19,11 @@ def equinox_conv(**options):
     return eqx.nn.Conv2d(2, 3, 3, key=jax.random.key(0), **options)
 
 
+def keras_norm(**options):
+    with jax.numpy_dtype_promotion("standard"):
+        return pytest.importorskip("keras").layers.LayerNormalization(**options)
+
+
 def torch_conv(*args, **options):
     return torch.nn.Conv2d(2, 3, 3, *args, **options)
 
@@ -58,6 +63,11 @@ PAIRS = {
         nnx.ConvTranspose(2, 3, KERNEL, rngs=RNGS),
         [],
     ),
+    "keras": (
+        torch.nn.LayerNorm(3),
+        lambda: keras_norm(epsilon=1e-3),
+        ["eps 1e-05 | epsilon 0.001"],
+    ),
     "equinox": (
         torch_conv(padding=1, bias=False),
         lambda: equinox_conv(padding=1, use_bias=False),
@@ -69,7 +79,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_differences_are_shown_under_both_names(pair):
     layer, other, expected = PAIRS[pair]
-    other = other() if pair == "equinox" else other
+    other = other() if pair in ("equinox", "keras") else other
     assert [
         *hyperparameter_differences(hyperparameters_of(layer), hyperparameters_of(other))
     ] == expected

@@ -6,7 +6,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchParts, X
+from faulty_pairs import (
+    FAULTS,
+    FRAMEWORKS,
+    TOKENS,
+    Parts,
+    TorchModel,
+    TorchParts,
+    X,
+    logistic,
+    reordered_logistic,
+)
 
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.references.open_reference import open_reference
@@ -31,23 +41,11 @@ def of_parts(a, wrong):
     return Faulty(TorchParts(call, a=a, b=b), Parts(call, a=wrong, b=b), None, X, "a")
 
 
-def logistic(x):
-    for _ in range(12):
-        x = 3.9 * x * (1 - x)
-    return x
-
-
-def reordered(x):
-    for _ in range(12):
-        x = 3.9 * (x * (1 - x))
-    return x
-
-
 def after_what_rounding_explains():
     call = lambda m, x: m.b(m.a(x))  # noqa: E731
     return Faulty(
         TorchParts(call, a=logistic, b=lambda x: x**2),
-        Parts(call, a=reordered, b=lambda x: 2 * x**2),
+        Parts(call, a=reordered_logistic, b=lambda x: 2 * x**2),
         None,
         np.random.default_rng(0).uniform(0.1, 0.9, (7,)),
         "b",

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from faulty_pairs import TorchPart, logistic, reordered_logistic
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -86,21 +88,6 @@ class Complex(torch.nn.Module):
         return x.to(self.weight.dtype) @ self.weight
 
 
-class Logistic(torch.nn.Module):
-    """A chaotic map, in which rounding alone causes errors of 1e-12 in float64."""
-
-    def forward(self, x):
-        for _ in range(14):
-            x = 3.9 * x * (1 - x)
-        return x
-
-
-def logistic(x):
-    for _ in range(14):
-        x = 3.9 * (x * (1 - x))
-    return x
-
-
 class State(NamedTuple):
     h: jax.Array
     c: jax.Array
@@ -148,7 +135,13 @@ def pairs() -> dict[str, Pair]:
             {"dtypes": ["float32", "bfloat16"]},
         ),
         "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,)),
-        "ill-conditioned": Pair(Logistic(), logistic, (rng.uniform(0.1, 0.9, (7,)),), {}, {}),
+        "ill-conditioned": Pair(
+            TorchPart(partial(logistic, steps=14)),
+            partial(reordered_logistic, steps=14),
+            (rng.uniform(0.1, 0.9, (7,)),),
+            {},
+            {},
+        ),
         "detached": Pair(
             torch.nn.Linear(4, 3),
             lambda w, x: (x @ w["weight"].T + w["bias"], 2 * x),

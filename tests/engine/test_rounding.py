@@ -76,17 +76,12 @@ def logistic(steps: int, factor: float = 1.0) -> Problem:
     )
 
 
-def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined():
-    report = measure_twin(logistic(steps=12), ["float64", "float32"])
-    assert report.passed, str(report)
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-9])
+def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined(factor):
+    report = measure_twin(logistic(steps=12, factor=factor), ["float64", "float32"])
+    assert report.passed == (factor == 1), str(report)
     assert report.errors["float32"]["outputs"].jax < 1e-3
-
-
-def test_a_fault_in_an_ill_conditioned_pair_is_found():
-    report = measure_twin(logistic(steps=12, factor=1 + 1e-9), ["float64"])
-    error = report.errors["float64"]["outputs"]
-    assert error.verdict == "FAIL"
-    assert error.share > 100
+    assert factor == 1 or report.errors["float64"]["outputs"].share > 100
 
 
 @pytest.mark.parametrize("factor", [0, 1])

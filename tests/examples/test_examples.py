@@ -130,4 +130,3 @@ def test_every_example_has_a_page(path):
     code, page = path.read_text(encoding="utf-8"), PAGES / f"{path.stem}.md"
     assert f"```python\n{code}```" in page.read_text(encoding="utf-8")
     assert f"]({page.name}) |" in (PAGES / "index.md").read_text(encoding="utf-8")
-    assert len(code.splitlines()) <= 90

@@ -47,9 +47,10 @@ def test_the_outputs_behind_max_length_are_nan(x64):
     layer, x = build(max_length=6, rngs=nnx.Rngs(0)), np.ones((1, 12, 8))
     with pytest.raises(ValueError, match="x: expected at most max_length=6 steps, got 12"):
         layer(x)
-    y, state = layer(x[:, :4])
-    behind, _ = layer(x[:, :4], state)
-    y, _ = layer(x, reset=jnp.zeros((1, 12), bool).at[0, 5].set(True))
+    call = jax.jit(layer.__call__)
+    y, state = call(x[:, :4])
+    behind, _ = call(x[:, :4], state)
+    y, _ = call(x, reset=jnp.zeros((1, 12), bool).at[0, 5].set(True))
     assert not jnp.isnan(behind[0, :2]).any()
     assert jnp.isnan(behind[0, 2:]).all()
     assert not jnp.isnan(y[0, :11]).any()

@@ -28,7 +28,7 @@ def test_a_of_zero_and_one_load_and_run():
         y, state = nnx.merge(graphdef, params)(x.numpy())
         return jnp.sum(y**2), (y, state)
 
-    gradients, (y, state) = jax.grad(loss, has_aux=True)(params)
+    gradients, (y, state) = jax.jit(jax.grad(loss, has_aux=True))(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     np.testing.assert_array_equal(state.rglru.h[:, 1], 0)
     torch_y, _ = twin(x)

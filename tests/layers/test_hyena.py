@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 from typing import get_args
 
 import jax
@@ -19,7 +18,6 @@ from jax_models import (
     HyenaDNAFilter,
     HyenaDNAMixer,
     HyenaFilter,
-    SelfAttentionBlock,
     from_torch,
     generate,
     to_torch,
@@ -43,16 +41,13 @@ def test_initial_filters_are_the_seeds():
         assert ours["h"].std() == pytest.approx(1, abs=0.3)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [partial(HyenaBlock, 4, 9), partial(SelfAttentionBlock, 4, 2, max_length=9)],
-)
-def test_sequences_over_the_maximal_length(build):
-    layer = build(rngs=nnx.Rngs(0))
+def test_sequences_over_the_maximal_length():
+    """`test_attention.py` tests those of attention."""
+    layer = HyenaBlock(4, 9, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="at most max_length=9 steps, got 10"):
         layer(jnp.ones((1, 10, 4)))
-    _, state = layer(jnp.ones((1, 6, 4)))
-    y, _ = layer(jnp.ones((1, 6, 4)), state)
+    _, state = jax.jit(layer.__call__)(jnp.ones((1, 6, 4)))
+    y, _ = jax.jit(layer.__call__)(jnp.ones((1, 6, 4)), state)
     assert np.isfinite(y[0, :3]).all()
     assert np.isnan(y[0, 3:]).all()
 

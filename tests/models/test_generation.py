@@ -21,7 +21,7 @@ from jax_models import (
     stream,
 )
 from jax_models.models.decoder import Decoder
-from jax_models.models.sampling import _keep_nucleus, penalize, sample
+from jax_models.models.sampling import _keep_largest, _keep_nucleus, penalize, sample
 from parity_tests.registry import CASES
 
 KEY = jax.random.key(0)
@@ -61,12 +61,12 @@ ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
 MODELS = {name: case for name, case in CASES.items() if case.config is not None}
-FIRST = {case.architecture: name for name, case in reversed(MODELS.items())}
+QUICK = ("RNNLanguageModel of minGRU", "GriffinLanguageModel", "GPModel of hyena")
+"""A recurrence, one with a window of attention, and one with a context."""
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in FIRST.values() else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
 def test_padding_has_no_influence(x64, name):
     """Each row continues as alone, also where the rows fill a context one after the other."""
@@ -101,19 +101,20 @@ def test_a_prompt_longer_than_the_context_may_be_padded():
 
 @pytest.mark.parametrize("name", ["rnn", "attention"])
 def test_a_mask_may_be_traced(name):
-    """A wrong mask, which cannot raise an error there, gives tokens of −1 in its row."""
+    """A wrong mask or token, which cannot raise an error there, gives tokens of −1 in its row."""
     lm = model(name)
     graphdef, weights = nnx.split(lm)
     tokens, mask = padded(ROWS, "left", 7)
 
     @jax.jit
-    def text(weights, tokens, mask):
-        return generate(nnx.merge(graphdef, weights), tokens, 9, mask=mask, key=KEY)
+    def text(weights, tokens, mask, key):
+        return generate(nnx.merge(graphdef, weights), tokens, 9, mask=mask, key=key)
 
     expected = generate(lm, tokens, 9, mask=mask, key=KEY)
-    np.testing.assert_array_equal(text(weights, tokens, mask), expected)
+    np.testing.assert_array_equal(text(weights, tokens, mask, KEY), expected)
+    assert (text(weights, tokens + VOCAB, mask, KEY) == -1).all()
     mask[0, 2], mask[1] = 0, 0
-    found = text(weights, tokens, mask)
+    found = text(weights, tokens, mask, KEY)
     assert (found[:2] == -1).all()
     np.testing.assert_array_equal(found[2], expected[2])
 
@@ -162,6 +163,10 @@ def test_the_filters_are_those_of_transformers():
         process = processors.RepetitionPenaltyLogitsProcessor(penalty)
         theirs = process(torch.tensor(tokens), as_torch.clone()).numpy()
         np.testing.assert_array_equal(jax.jit(penalize)(logits, seen, penalty), theirs)
+    for k in (1, 2, 49, 50):
+        rounded = logits.round(1)  # some are equal
+        theirs = processors.TopKLogitsWarper(k)(None, torch.tensor(rounded)).numpy()
+        np.testing.assert_array_equal(jax.jit(_keep_largest)(rounded, k), theirs)
     for p in (0.0, 0.2, 0.9, 0.999):
         theirs = processors.TopPLogitsWarper(p)(None, as_torch).numpy()
         np.testing.assert_array_equal(jax.jit(_keep_nucleus)(logits, jnp.float32(p)), theirs)
@@ -183,20 +188,23 @@ def test_the_filters_are_those_of_transformers():
         np.testing.assert_allclose(frequencies, expected, atol=0.04)
 
 
-@pytest.mark.parametrize("name", ["rnn", CACHED])
-def test_a_penalty_counts_the_tokens_of_each_rows_own_text(name):
-    """Greedy tokens with a penalty, as a loop over the whole text computes them."""
+@pytest.mark.parametrize(("name", "penalty"), [("rnn", 2.0), ("attention", 1.0), (CACHED, 2.0)])
+def test_greedy_tokens_are_those_of_a_loop_over_the_whole_text(name, penalty):
+    """A model with a context reads only the last tokens. A penalty counts a row's own tokens."""
     lm = model(name)
-    forward = jax.jit(lambda text: lm(text)[0])
+    forward, size = jax.jit(lambda text: lm(text)[0]), lm.context_length or 13
     rows = [[3, 1, 4], [5, 9, 2]]
     for _ in range(10):
-        text = np.array(rows)
-        logits = np.array(forward(np.pad(text, ((0, 0), (0, 13 - text.shape[1])))))
+        text = np.array(rows)[:, -size:]
+        logits = np.array(forward(np.pad(text, ((0, 0), (0, size - text.shape[1])))))
         for row, of_row in zip(rows, logits[:, text.shape[1] - 1], strict=True):
             seen = [*set(row)]
-            of_row[seen] = np.where(of_row[seen] < 0, of_row[seen] * 2, of_row[seen] / 2)
+            of_row[seen] = np.where(
+                of_row[seen] < 0, of_row[seen] * penalty, of_row[seen] / penalty
+            )
             row.append(int(of_row.argmax()))
-    found = generate(lm, [[3, 1, 4], [5, 9, 2]], 10, key=KEY, temperature=0, repetition_penalty=2.0)
+    options = {"key": KEY, "temperature": 0, "repetition_penalty": penalty}
+    found = generate(lm, [[3, 1, 4], [5, 9, 2]], 10, **options)
     np.testing.assert_array_equal(found, np.array(rows)[:, 3:])
 
 
@@ -236,13 +244,19 @@ REFUSED = [
     ("mask: expected 0 and 1", {"mask": [[0, 1, 2], [0, 1, 1]]}),
     ("mask: expected booleans", {"mask": [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]}),
     ("mask: expected rows of one length", {"mask": [[1], [1, 1]]}),
-    ("top_p: expected 0 … 1, got 1.5", {"top_p": 1.5}),
-    ("top_p: expected 0 … 1, got nan", {"top_p": float("nan")}),
-    ("top_p: expected a number", {"top_p": "0.9"}),
-    ("repetition_penalty: expected a positive number", {"repetition_penalty": 0}),
-    ("repetition_penalty: expected a number", {"repetition_penalty": True}),
-    (r"stop_tokens: expected values in 0 … 19, got \[-1, 20\]", {"stop_tokens": [-1, 3, 20]}),
-    ("stop_tokens: expected integers", {"stop_tokens": "</s>"}),
+    *(
+        (f"{name}: expected", {name: value})
+        for name, values in {
+            "temperature": (-1.0, "hot"),
+            "num_tokens": (0, 2**31),
+            "key": (0, jax.random.split(KEY)),
+            "top_k": (0,),
+            "top_p": (1.5, float("nan"), "0.9"),
+            "repetition_penalty": (0, True),
+            "stop_tokens": ([-1, 3, 20], "</s>"),
+        }.items()
+        for value in values
+    ),
 ]
 
 
@@ -250,4 +264,4 @@ REFUSED = [
 @pytest.mark.parametrize("call", [generate, stream])
 def test_refuses(message, options, call):
     with pytest.raises((TypeError, ValueError), match=message):
-        call(model(), TWO, 3, key=KEY, **options)
+        call(model(), TWO, **{"num_tokens": 3, "key": KEY} | options)

@@ -243,7 +243,7 @@ def test_decays_in_float32_leave_the_other_weights_in_bfloat16(tmp_path, monkeyp
     weights = {k: w if k.endswith(wide) else w.astype(jnp.bfloat16) for k, w in weights.items()}
     save_file(weights, "model.safetensors")
     model = load_pretrained(".")
-    logits, _ = nnx.view(model, max_length=9)(np.arange(9)[None])
+    logits, _ = jax.eval_shape(nnx.view(model, max_length=9), np.arange(9)[None])
     assert logits.dtype == jnp.bfloat16
     convert.main(["--from", ".", "--to", "back"])
     for written in (to_torch(model, "hf-file"), load_file("back/model.safetensors")):
@@ -269,24 +269,21 @@ def quantized(dtype: str, *scales: str):
 
 BAD_FOLDERS = [
     ({"model_type": "a_moe", "architectures": ["AMoe"]}, None, "got AMoe, a mixture of experts$"),
-    ({"num_experts": 8}, None, "num_experts: expected none"),
     ({"model_type": "qwen3_5_vision", "architectures": None}, None, "got qwen3_5_vision$"),
-    ({"layer_types": ["mamba", FULL]}, None, "layer_types: expected some of .*mamba"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, None, "rope_type: expected default, got yarn"),
-    ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
     ({"quantization_config": {"quant_method": "fp8"}}, None, "quantization_config: .*got fp8"),
+    ({"num_experts": 8}, None, "num_experts: expected none"),
+    ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
     ({}, quantized("int8", "_scale"), "floating numbers, got int8; .*key .*weight_scale$"),
     ({}, quantized("float8_e4m3fn"), "8-bit floats are not supported"),
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
-def test_every_command_refuses_a_folder_in_one_line(name, fields, change, message, tmp_path):
+def test_every_command_refuses_a_folder_in_one_line(fields, change, message, tmp_path):
     folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")
     folder.mkdir()
     text.write_text("a few words " * 100)
-    folder_of(MODELS[name], folder, "hf-file", **fields)
+    folder_of(MODELS["lfm2"], folder, "hf-file", **fields)
     if change is not None:
         change(folder)
     given = str(folder)

@@ -1,7 +1,6 @@
 """Compares Griffin with transformers' RecurrentGemma and DeepMind's recurrentgemma."""
 
 import dataclasses
-import inspect
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from peers import assert_same_logits_and_gradients
 
 from jax_models import GriffinLanguageModelConfig, griffin_from_weights
-from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
+from parity_tests.engine.bounds.tolerance import K, floor, rms
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
 from train.pretrained import read_model
@@ -101,10 +100,6 @@ def logits_of(model: torch.nn.Module, tokens: np.ndarray, **options: Any) -> np.
         return model(torch.as_tensor(tokens), **{"use_cache": False, **options}).logits.numpy()
 
 
-def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig):
-    return griffin_from_weights(model.state_dict(), config, param_dtype=jnp.float64)
-
-
 def assert_near_each_other(what: str, ours, original, exact) -> None:
     """Asserts that neither of two float32 results exceeds the bound from the other's error."""
     exact = np.asarray(exact)
@@ -118,29 +113,6 @@ def test_logits_and_gradients_are_those_of_transformers(hf):
     load = partial(griffin_from_weights, config=config)
     call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
     assert_same_logits_and_gradients(model, load, TOKENS, "hf", call_twin)
-
-
-def test_states_are_those_of_transformers(hf):
-    """Compares recurrent states, inputs of convolutions and keys of the window after a prompt."""
-    from transformers import DynamicCache
-
-    config, model = hf
-    cache = DynamicCache(config=model.config)
-    is_renamed = "cache" in inspect.signature(model.forward).parameters  # from transformers 5.24
-    argument = "cache" if is_renamed else "past_key_values"
-    logits_of(model, TOKENS, use_cache=True, **{argument: cache})
-    with jax.enable_x64(True):
-        _, state = ours(model, config)(TOKENS)
-    for i, (layer, own) in enumerate(zip(model.model.layers, state.layers, strict=True)):
-        block = layer.temporal_block
-        if config.mixings[i] == "recurrent":
-            assert_same(own.rglru.h, block.rg_lru.recurrent_states.numpy(), "h")
-            assert_same(own.conv.inputs, block.conv1d_state.numpy(), "inputs")
-        else:
-            slots = np.arange(TIME - config.window + 1, TIME) % (config.window - 1)
-            for name in ("keys", "values"):
-                original = np.moveaxis(getattr(cache.layers[i], name).numpy(), 1, 2)
-                assert_same(getattr(own, name)[:, slots], original, name)
 
 
 def test_a_folder_of_transformers_is_read(hf, tmp_path):

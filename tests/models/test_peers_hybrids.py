@@ -13,16 +13,8 @@ import torch
 from flax import nnx
 from peers import assert_same_logits_and_gradients
 
-import torch_ref
 import train.convert as command
-from jax_models import (
-    LFM2LanguageModelConfig,
-    OLMoHybridLanguageModelConfig,
-    Qwen35LanguageModelConfig,
-    from_torch,
-    generate,
-    load_pretrained,
-)
+from jax_models import from_torch, generate, load_pretrained
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
 
@@ -100,11 +92,6 @@ MODELS: dict[str, tuple[str, Any]] = {
         },
     ),
 }
-CONFIGS: dict[str, Any] = {
-    "Qwen3.5": Qwen35LanguageModelConfig,
-    "OLMo Hybrid": OLMoHybridLanguageModelConfig,
-    "LFM2": LFM2LanguageModelConfig,
-}
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
@@ -166,17 +153,6 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_twin)
 
 
-def test_the_twin_is_transformers(hf, folder):
-    """The twin has the same keys, and the same logits in float64."""
-    config = load_pretrained(folder).config
-    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config(config)
-    twin.double().load_state_dict(hf.state_dict())
-    with torch.no_grad():
-        logits, _ = twin(torch.as_tensor(TOKENS))
-    expected = logits_of(hf, TOKENS)
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
-
-
 def test_greedy_tokens_are_those_of_transformers(hf, folder):
     prompt = TOKENS[:, :9]
     theirs = hf.generate(torch.as_tensor(prompt), do_sample=False, max_new_tokens=24)
@@ -219,35 +195,3 @@ def test_a_multimodal_folder_is_read(tmp_path, monkeypatch):
     for name in ("hf", "back"):
         read = transformers.Qwen3_5ForCausalLM.from_pretrained(name, **EAGER).eval()
         np.testing.assert_array_equal(logits_of(read, TOKENS), expected)
-
-
-PACKED = np.concatenate([TOKENS[:1, :9], TOKENS[1:, :12]], axis=1)
-POSITIONS = np.r_[:9, :12][None]
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5", "OLMo Hybrid", "LFM2"])
-def test_packed_documents_stay_apart_here_but_not_in_transformers(name):
-    """Transformers carries the recurrent state and the convolution into the next document."""
-    model = built(name)
-    alone = logits_of(model, TOKENS[1:, :12])
-    packed = logits_of(model, PACKED, position_ids=torch.as_tensor(POSITIONS))
-    scale = np.abs(alone).max()
-    assert np.abs(packed[:, 9:] - alone).max() > 0.3 * scale
-    with jax.enable_x64(True):
-        config = CONFIGS[name].from_hf(model.config.to_dict())
-        logits, _ = ported(model.state_dict(), config)(PACKED, reset=POSITIONS == 0)
-    np.testing.assert_allclose(logits[:, 9:], alone, rtol=0, atol=1e-11 * scale)
-
-
-def test_left_padding_changes_transformers_lfm2_with_biases():
-    """The padding's input of the convolution is the product of two biases instead of zero."""
-    model, pad = built("LFM2, other options"), 3
-    alone = logits_of(model, TOKENS[:, :9])
-    padded = np.pad(TOKENS[:, :9], ((0, 0), (pad, 0)))
-    mask = (np.arange(9 + pad) >= pad)[None].repeat(2, axis=0).astype(int)
-    logits = logits_of(model, padded, attention_mask=torch.as_tensor(mask))[:, pad:]
-    assert np.abs(logits - alone).max() > 0.01 * np.abs(alone).max()
-    without = built("LFM2")
-    alone = logits_of(without, TOKENS[:, :9])
-    logits = logits_of(without, padded, attention_mask=torch.as_tensor(mask))[:, pad:]
-    np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-11 * np.abs(alone).max())

@@ -78,6 +78,25 @@ def online_conv(v, inputs, taps):
     return y, state.inputs, state.tiles, state.ahead
 
 
+def gated(op, kind, kernel_hh, kernel_ih, bias_hh, bias_ih, x, *others, **options):
+    """A gated recurrence. After the arrays of its state, there may be those of a projection."""
+    size = len(kind._fields)
+    weights = {"kernel_ih": kernel_ih, "kernel_hh": kernel_hh, "bias_ih": bias_ih}
+    weights |= {"bias_hh": bias_hh}
+    weights |= dict(zip(("kernel_hr", "bias_hr"), others[size:], strict=False))
+    masks = {"lengths": LENGTHS, "reset": RESET}
+    y, last = op(x, kind(*others[:size]), **weights, **masks, **options)
+    return jnp.where(REAL, y, 0), last
+
+
+def shapes_of(gates: int, *others: tuple[int, ...], out: int = 3) -> tuple:
+    width = gates * FEATURES
+    return (out, width), (FEATURES, width), (width,), (width,), SEQUENCE, (BATCH, out), *others
+
+
+rnn = partial(gated, ops.rnn, ops.RNNState)
+gru = partial(gated, ops.gru, ops.GRUState)
+lstm, projected_lstm = (partial(gated, ops.lstm, ops.LSTMState) for _ in range(2))
 SEQUENCE, ROW, VECTOR = (BATCH, TIME, FEATURES), (BATCH, FEATURES), (FEATURES,)
 KEYS, VALUES = (BATCH, TIME, 2, 3), (BATCH, TIME, 2, 4)
 SHAPES = {
@@ -89,6 +108,10 @@ SHAPES = {
         *[(BATCH, TIME, 2)] * 2,
         (BATCH, 2, 4, 3),
     ),
+    rnn: shapes_of(1),
+    gru: shapes_of(3),
+    lstm: shapes_of(4, ROW),
+    projected_lstm: shapes_of(4, ROW, (FEATURES, 2), (2,), out=2),
     of_real_numbers: (SEQUENCE, SEQUENCE, ROW),
     of_complex_numbers: ((*SEQUENCE, 2), (*SEQUENCE, 2), (*ROW, 2)),
     modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
@@ -102,6 +125,8 @@ IN_BOTH_MODES = [
     (of_complex_numbers, {"method": "auto"}),
     (modal_conv, {}),
     (wkv, {"method": "auto"}),
+    (gru, {}),  # has two biases that cannot be added
+    (projected_lstm, {}),  # has a matrix product after the state
     (gated_delta_rule, {"method": "chunked"}),
     (ops.long_conv, {"method": "twisted"}),
 ]
@@ -119,6 +144,8 @@ ALL = [
         for reverse in (False, True)
     ),
     *((of_complex_numbers, {"method": m}) for m in ("associative", "chunked")),
+    *((cell, {"reverse": True}) for cell in (rnn, gru, lstm, projected_lstm)),
+    *((cell, {}) for cell in (rnn, lstm)),
     (modal_conv, {"reset": RESET}),
     (wkv, {"method": "associative"}),
     (ops.long_conv, {"method": "rfft"}),

@@ -1,8 +1,5 @@
 """A second, equal call outside `jax.jit` compiles nothing."""
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,19 +11,6 @@ from parity_tests.registry import BATCH, CASES, TIME
 
 pytestmark = pytest.mark.slow
 ALL = {name: case for name, case in CASES.items() if "cpu" in case.platforms}
-
-compiled: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _, **details: compiled.append(event) if "backend_compile" in event else None
-)
-
-
-@contextlib.contextmanager
-def compiles_nothing() -> Iterator[None]:
-    """Asserts that XLA compiles nothing inside the context."""
-    before = len(compiled)
-    yield
-    assert len(compiled) == before, f"compiled {len(compiled) - before} programs again"
 
 
 def calls(name: str):
@@ -51,11 +35,11 @@ def calls(name: str):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_equal_eager_call_compiles_nothing(name):
+def test_an_equal_eager_call_compiles_nothing(name, compilations):
     for what, call in calls(name):
-        first = jax.device_get(call())
-        with compiles_nothing():
-            again = jax.device_get(call())
+        first, before = jax.device_get(call()), len(compilations)
+        again = jax.device_get(call())
+        assert len(compilations) == before, what
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
             np.testing.assert_array_equal(a, b, what)
 

@@ -28,6 +28,7 @@ def architectures(cases) -> set[str]:
     return {type(CASES[case].abstract()).__name__ for case in cases}
 
 
+@pytest.mark.slow
 def test_every_architecture_departs_from_its_twin_by_a_fault():
     compared = {m.case for m in MUTATIONS if m.check is None}
     assert architectures(compared) == architectures(CASES)

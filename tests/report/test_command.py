@@ -233,7 +233,6 @@ def test_a_report_is_recorded_and_compared(tmp_path, capsys):
     arguments = ["--case", "RNNScratch tanh", "--json", str(path)]
     assert main(arguments) == 0
     record = json.loads(path.read_text())
-    assert len(record["measurements"]) == 12
     assert all(m["verdict"] == "pass" and m["jax_error"] > 0 for m in record["measurements"])
     assert [errors["dtype"] for errors in record["over_time"]] == ["float32", "bfloat16"]
     assert {"cpu: ran", "tpu: not on this machine"} <= {*capsys.readouterr().out.splitlines()}

@@ -80,8 +80,9 @@ def read(path) -> Record:
 
 
 @pytest.mark.slow
-def test_every_report_is_kept_under_its_test(run, tmp_path):
-    code, lines = run("--parity-json", "all.json", "--parity-html", "all.html")
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_every_report_is_kept_under_its_test(workers, run, tmp_path):
+    code, lines = run("--parity-json", "all.json", "--parity-html", "all.html", *workers)
     assert code == 1
     assert "E       AssertionError: the two sides differ" in lines
     assert "compare.py" not in "\n".join(lines), "a frame of the package is shown"
@@ -97,16 +98,6 @@ def test_every_report_is_kept_under_its_test(run, tmp_path):
         "all.json",
         "test_port.py",
     ]
-
-
-@pytest.mark.slow
-def test_workers_send_their_reports(run, tmp_path):
-    code, _ = run("-n", "2", "--parity-json", "all.json")
-    assert code == 1
-    record = read(tmp_path / "all.json")
-    assert record.cases.keys() == CASES
-    assert record.failing == {"test_port.py::test_map[1.001]"}
-    assert not [*tmp_path.glob("*.partial")]
 
 
 def test_who_does_not_compare_pays_nothing(run, tmp_path):

@@ -35,29 +35,21 @@ def report() -> Report:
     )
 
 
-def test_a_report_is_saved_as_json(tmp_path):
+def test_reports_are_saved_as_json_and_as_a_page(tmp_path):
     found = report()
     save(found, tmp_path / "x.json")
+    assert Record.from_json((tmp_path / "x.json").read_text()) == record_of({"Linear": found})
+    for name in ("x.html", "x.json"):
+        save({"mine": found, "gpt <2>": FAILING}, str(tmp_path / name))
     record = Record.from_json((tmp_path / "x.json").read_text())
-    assert record == record_of({"Linear": found})
-    assert record.cases == {"Linear": "Linear"}
-    assert [m.error for m in record.tensors] == [
-        error
-        for groups in found.tensors.values()
-        for named in groups.values()
-        for error in named.values()
-    ]
-    assert {(m.dtype, m.side) for m in record.logits} == {
-        (dtype, side) for dtype in ("float64", "float32") for side in ("torch", "JAX")
-    }
-    assert record.passed
-
-
-def test_reports_are_saved_as_a_page(tmp_path):
-    save({"mine": report(), "gpt <2>": FAILING}, str(tmp_path / "x.html"))
-    save({"mine": report(), "gpt <2>": FAILING}, tmp_path / "x.json")
-    record = Record.from_json((tmp_path / "x.json").read_text())
+    assert record.cases == {"mine": "Linear", "gpt <2>": "GPT"}
     assert record.failing == {"gpt <2>"}
+    every = found.tensors["float64"].values(), found.tensors["float32"].values()
+    errors = [error for groups in every for named in groups for error in named.values()]
+    assert [m.error for m in record.tensors if m.case == "mine"] == errors
+    assert [(m.dtype, m.side) for m in record.logits if m.case == "mine"] == [
+        (dtype, side) for dtype in ("float64", "float32") for side in ("torch", "JAX")
+    ]
     assert np.isnan(record.logits[-1].error.kl_mean)
     page = (tmp_path / "x.html").read_text()
     assert "1 pair agrees; 1 fails" in page

@@ -7,15 +7,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from flax import nnx
-from safetensors.flax import save_file
+from recurrent_gemma import write_recurrent_gemma
 
-from jax_models import GriffinLanguageModelConfig, LanguageModel, generate, to_torch
+from jax_models import LanguageModel, generate
 from train import generate as command
 from train.chat import ChatTemplate
 from twinscan.command_line import CommandLineError
 
+FOLDER = Path("chat")
 WORDS = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", *"abcdefgh"]
 TEMPLATE = """\
 {{- bos_token }}
@@ -35,17 +34,6 @@ TEMPLATE = """\
 {% generation %}{% endgeneration %}
 {% endif %}
 """
-CONFIG = {
-    "model_type": "recurrent_gemma",
-    "vocab_size": len(WORDS),
-    "hidden_size": 8,
-    "num_hidden_layers": 3,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "attention_window_size": 4,
-    "eos_token_id": [2, 10_000, -1],
-}
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": {"content": "<s>", "__type": "AddedToken"},
@@ -55,33 +43,12 @@ TOKENIZER_CONFIG = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """The folder of a chat model. Its tokenizer adds a token before a text."""
+def model(tmp_path, monkeypatch) -> LanguageModel:
+    """A chat model, in the folder `FOLDER`. Its tokenizer adds a token before a text."""
     monkeypatch.chdir(tmp_path)
-    path = Path("chat")
-    path.mkdir()
-    rng = np.random.default_rng(0)
-    lm = GriffinLanguageModelConfig.from_hf(CONFIG).build(rngs=nnx.Rngs(0))
-    nnx.update(
-        lm,
-        jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(x.dtype), nnx.state(lm)),
-    )
-    save_file(to_torch(lm, "hf-file"), path / "model.safetensors")
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    (path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
-    return path
-
-
-def model(folder: Path) -> LanguageModel:
-    return command.read_model(folder)
+    model = write_recurrent_gemma(FOLDER, WORDS, "<s>", eos_token_id=[2, 10_000, -1])
+    (FOLDER / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
+    return model
 
 
 def words(tokens) -> str:
@@ -97,24 +64,25 @@ CHATS = [
 ]
 
 
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "named"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_a_template_is_rendered_as_transformers_renders_it(folder, place, chat):
+def test_a_template_is_rendered_as_transformers_renders_it(place, chat):
     transformers = pytest.importorskip("transformers")
     config = dict(TOKENIZER_CONFIG)
     if place == "named":
         both = [("tool", "x"), ("default", TEMPLATE)]
         config["chat_template"] = [{"name": n, "template": t} for n, t in both]
     elif place == "chat_template.jinja":
-        (folder / place).write_text(TEMPLATE)
+        (FOLDER / place).write_text(TEMPLATE)
         config["chat_template"] = "another"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    (FOLDER / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(folder).render(chat) == expected
+    assert ChatTemplate(FOLDER).render(chat) == expected
 
 
-def test_the_answer_to_a_message_is_printed(folder, capsys):
+def test_the_answer_to_a_message_is_printed(model, capsys):
     options = ["--num-tokens", "9", "--top-p", "0.8", "--repetition-penalty", "1.2"]
     command.main([
         *["--weights", "chat", "--prompt", "a b", "--chat", "--system", "c"],
@@ -122,11 +90,11 @@ def test_the_answer_to_a_message_is_printed(folder, capsys):
     ])  # fmt: skip
     prompt = [[1, 3, WORDS.index("c"), 2, 3, WORDS.index("a"), WORDS.index("b"), 2, 3]]
     filters = {"top_p": 0.8, "repetition_penalty": 1.2}
-    tokens = generate(model(folder), prompt, 9, key=jax.random.key(0), **filters)
+    tokens = generate(model, prompt, 9, key=jax.random.key(0), **filters)
     assert capsys.readouterr().out.strip() == words(tokens[0])
 
 
-def test_several_prompts_are_continued_together(folder, capsys):
+def test_several_prompts_are_continued_together(model, capsys):
     """Each one up to its own end. A `--stop` ends a text like the model's own tokens."""
     prompts = ["a b c", "d", "e f"]
     arguments = [part for prompt in prompts for part in ("--prompt", prompt)]
@@ -134,7 +102,7 @@ def test_several_prompts_are_continued_together(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     for prompt, line in zip(prompts, lines, strict=True):
         alone = [[1, *map(WORDS.index, prompt.split())]]
-        tokens = generate(model(folder), alone, 12, key=jax.random.key(0), temperature=0)
+        tokens = generate(model, alone, 12, key=jax.random.key(0), temperature=0)
         assert line.removeprefix(prompt).strip() == words(tokens[0])
     # Stop at the last word of the first text.
     stop = lines[0].split()[-1]
@@ -147,14 +115,16 @@ def test_several_prompts_are_continued_together(folder, capsys):
     assert capsys.readouterr().out.removeprefix(prompts[0]).split() == drawn[:end]
 
 
-def test_a_prompt_without_tokens_is_refused(folder):
+@pytest.mark.usefixtures("model")
+def test_a_prompt_without_tokens_is_refused():
     """A tokenizer that adds no token has none for a space."""
-    path = folder / "tokenizer.json"
+    path = FOLDER / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
     with pytest.raises(CommandLineError, match=r"^--prompt: expected at least one token$"):
         command.main(["--weights", "chat", "--prompt", "a", "--prompt", " "])
 
 
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -165,14 +135,15 @@ def test_a_prompt_without_tokens_is_refused(folder):
         ("chat_template.jinja", "{{ messages.append(1) }}", "template: .*append.* is unsafe"),
     ],
 )
-def test_a_folder_without_a_sound_template_is_refused(folder, name, content, message):
-    (folder / name).write_text(content)
+def test_a_folder_without_a_sound_template_is_refused(name, content, message):
+    (FOLDER / name).write_text(content)
     with pytest.raises(CommandLineError, match=message) as refused:
         command.main(["--weights", "chat", "--prompt", "a", "--chat"])
     assert "\n" not in str(refused.value)
 
 
-def test_a_template_needs_its_package(folder, monkeypatch):
+@pytest.mark.usefixtures("model")
+def test_a_template_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
     with pytest.raises(CommandLineError, match=r"--chat: chat: .* pip install jinja2"):
         command.main(["--weights", "chat", "--prompt", "a", "--chat"])

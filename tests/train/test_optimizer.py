@@ -32,6 +32,7 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from train.windows import Batches, split
 
+FIRST = {case.architecture: case for case in reversed(CASES.values())}
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_steps=3)
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.array([0.3, -0.1])}
 GRADIENTS = [jax.tree.map(lambda p, i=i: jnp.sin(p + i), PARAMS) for i in range(9)]
@@ -83,10 +84,11 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
         np.testing.assert_allclose(ours[name], twin.numpy(), rtol=0, atol=1e-5)
 
 
-def test_matrices_are_what_multiplies():
+@pytest.mark.parametrize("cases", [FIRST, pytest.param(CASES, marks=pytest.mark.slow)])
+def test_matrices_are_what_multiplies(cases):
     """Lists the names for all layers and models of the registry."""
     found = set()
-    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in CASES.values()]
+    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in cases.values()]
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         if param.ndim >= 2 and not is_matrix(path, param):
@@ -95,7 +97,8 @@ def test_matrices_are_what_multiplies():
             assert is_matrix(path, param) == (param.ndim >= 2)
         if param.ndim < 2:
             assert not is_matrix(path, param)
-    assert found == {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+    names = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+    assert found == names if cases is CASES else found < names
 
 
 def test_the_average_is_the_weighted_mean_of_what_the_steps_made():
@@ -208,7 +211,7 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
 @pytest.mark.parametrize(
     ("num_steps", "clip_norm", "tolerance"),
     [
-        (200, 0.2, FLOAT64),
+        (60, 0.2, FLOAT64),
         pytest.param(2000, None, LONG_TRAJECTORY, marks=pytest.mark.slow),
     ],
 )
@@ -233,4 +236,4 @@ def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance, x64):
             weights[key], expected.numpy(), rtol=0, atol=tolerance * expected.abs().max().item()
         )
     assert losses[0] > 2.5
-    assert losses[-1] < (2.5 if num_steps == 200 else 0.4)
+    assert losses[-1] < (losses[0] - 0.05 if num_steps == 60 else 0.4)

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from flax import nnx
+from recurrent_gemma import random_model, write_recurrent_gemma
 from safetensors.flax import save_file
 
 import train.__main__ as train_command
 from jax_models import (
-    GriffinLanguageModelConfig,
     HyenaDNALanguageModelConfig,
     LanguageModel,
     RWKV6LanguageModelConfig,
@@ -41,18 +40,6 @@ def world() -> World:
     return World()
 
 
-def random_model(config, **options) -> LanguageModel:
-    """A model with random weights, because many initial weights are zero."""
-    model = config.build(**options, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-
-    def drawn(x):
-        return (0.4 * rng.standard_normal(x.shape, np.float32)).astype(x.dtype)
-
-    nnx.update(model, jax.tree.map(drawn, nnx.state(model)))
-    return model
-
-
 def save_pth(model: LanguageModel, name: str) -> None:
     torch.save({key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}, name)
 
@@ -69,6 +56,7 @@ def test_the_pieces_of_the_world_vocabulary(world):
     assert "".join(world.pieces([letter, World.size - 1])) == "a\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.slow
 def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
     """Runs a command like the one in docs/guides/pretrained.md."""
     monkeypatch.chdir(tmp_path)
@@ -118,52 +106,20 @@ def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
         train_command.main(["--init", str(path), "--text", __file__, "--out", str(tmp_path / "a")])
 
 
-RECURRENT_GEMMA = {
-    "model_type": "recurrent_gemma",
-    "vocab_size": 12,
-    "hidden_size": 8,
-    "num_hidden_layers": 3,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "attention_window_size": 4,
-    "dtype": "bfloat16",
-    "eos_token_id": 1,
-}
 WORDS = ["<pad>", "</s>", "<bos>", "<eos>", *"abcdefgh"]
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
 def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
-    """A model in a folder as transformers writes it, in two files, with a tokenizer.
+    """A model in a folder as transformers writes it.
 
-    The tokenizer adds a token before a text. As in Gemma's vocabulary, "</s>" is a word and "<eos>"
-    ends a text. The generation_config.json has another token that ends a text.
+    As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text. The generation_config.json
+    has another token that ends a text.
     """
     monkeypatch.chdir(tmp_path)
     folder = Path("recurrentgemma-2b")
-    folder.mkdir()
-    config = GriffinLanguageModelConfig.from_hf(RECURRENT_GEMMA)
-    model = random_model(config, param_dtype="bfloat16")
-    weights = to_torch(model, "hf-file")
-    place = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
-    for name in {*place.values()}:
-        save_file({key: weights[key] for key in weights if place[key] == name}, folder / name)
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 2)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, content in {
-        "config.json": RECURRENT_GEMMA,
-        "generation_config.json": {"eos_token_id": [3, 11]},
-        INDEX: {"weight_map": place},
-    }.items():
-        (folder / name).write_text(json.dumps(content))
+    model = write_recurrent_gemma(folder, WORDS, "<bos>", dtype="bfloat16", eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 11]}))
     return model
 
 

@@ -150,6 +150,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.xdist_group("finished")
 @pytest.mark.parametrize("line", REFUSED)
 def test_refuses_in_one_line(line, finished, folder, capsys):
     def files():

@@ -76,6 +76,7 @@ def test_a_run_shorter_than_its_presets_warmup(text_file, tmp_path, capsys, unre
         start(tmp_path / "other", *args, "--optimizer.warmup-steps", "40")
 
 
+@pytest.mark.xdist_group("finished")
 def test_seed_experiment_reaches_the_seeds_loss(finished):
     metrics = Run.open(finished).metrics()
     assert [record["step"] for record in metrics] == list(range(0, 2001, 100))
@@ -85,6 +86,7 @@ def test_seed_experiment_reaches_the_seeds_loss(finished):
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.xdist_group("finished")
 def test_generates_the_sentence(finished, capsys):
     generate.main(
         ["--run", str(finished), "--greedy", "--prompt", "All work", "--num-tokens", "60"]
@@ -92,14 +94,7 @@ def test_generates_the_sentence(finished, capsys):
     assert "All work and no play makes Jack a doll boy." in capsys.readouterr().out
 
 
-def test_generation_repeats_with_its_seed(finished, capsys):
-    texts = []
-    for seed in ("1", "1", "2"):
-        generate.main(["--run", str(finished), "--seed", seed, "--top-k", "5"])
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
+@pytest.mark.xdist_group("finished")
 def test_evaluates_on_the_whole_text(finished, capsys):
     evaluate.main(["--run", str(finished)])
     lines = capsys.readouterr().out.splitlines()

@@ -174,6 +174,7 @@ def test_what_does_not_fit_the_mesh_is_named(mesh):
         jax.eval_shape(lambda: nnx.state(from_torch(lstm({}), weights)))
 
 
+@pytest.mark.slow
 def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.__main__, "report", lambda *_: None)
 
