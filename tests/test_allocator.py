@@ -20,6 +20,7 @@ print(before, jax_models.tune_allocator(), keeps_memory())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "printed"),
     [

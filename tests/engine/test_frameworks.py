@@ -35,13 +35,9 @@ def compared(model, **options):
     return compare(TorchModel(), model, TOKENS, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("framework", "form"),
-    [
-        pytest.param(framework, form, marks=pytest.mark.slow if i else [])
-        for framework, forms in FORMS.items()
-        for i, form in enumerate(forms)
-    ],
+    ("framework", "form"), [(framework, form) for framework in FORMS for form in FORMS[framework]]
 )
 @pytest.mark.parametrize("fault", [None, "another epsilon"])
 def test_models_of_other_frameworks(framework, form, fault):

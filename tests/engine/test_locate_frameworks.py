@@ -24,11 +24,7 @@ That fault is in the backward pass, so it is found only if the forward pass agre
 @pytest.mark.parametrize(
     ("framework", "fault"),
     [
-        pytest.param(
-            framework,
-            fault,
-            marks=[] if framework == EVERY or fault == "gelu's gradient" else pytest.mark.slow,
-        )
+        pytest.param(framework, fault, marks=[] if framework == EVERY else pytest.mark.slow)
         for framework in FRAMEWORKS
         for fault in FAULTS
     ],

@@ -138,6 +138,7 @@ def variables(state_dict):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.9, 0.99])
 @pytest.mark.parametrize("returned", [True, False])
 def test_statistics_of_linen(momentum, returned):
@@ -214,6 +215,7 @@ def mean_of_weights(decay, new, old, count):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.9, 0.91])
 @pytest.mark.parametrize("is_function", [False, True])
 def test_averaged_weights(decay, is_function):
@@ -321,6 +323,7 @@ def test_complex_weights_are_trained(conjugated):
         assert "the gradient agrees" in report.departures["float64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embedding", "head"])
 def test_what_a_loader_makes_is_trained(name):
     """Two arrays of one weight are trained independently."""

@@ -64,6 +64,7 @@ def test_a_state_of_another_width_is_taken(x64, dtypes):
         assert len({s.dtype for s in jax.tree.leaves(last.long) if s.dtype != jnp.int32}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", get_args(Block))
 def test_dropout_is_applied_in_training_only(x64, block):
     sizes = {"vocab_size": 7, "context_length": 9, "features": 8, "num_layers": 1, "num_heads": 2}

@@ -61,8 +61,8 @@ ROWS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
 MODELS = {name: case for name, case in CASES.items() if case.config is not None}
-QUICK = ("RNNLanguageModel of minGRU", "GriffinLanguageModel", "GPModel of hyena")
-"""A recurrence, one with a window of attention, and one with a context."""
+QUICK = ("RNNLanguageModel of minGRU", "GPModel of hyena")
+"""A recurrence, and a model with a context."""
 
 
 @pytest.mark.parametrize(

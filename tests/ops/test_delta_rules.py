@@ -99,10 +99,8 @@ def test_is_the_loop(x64, method, kind, time):
         assert_same(last, expected_last, "state")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*KINDS[::2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1::2])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_forms_have_the_same_gradients(x64, kind):
     rule, arrays = problem(kind, 150)
     mask = masks(150)
@@ -117,6 +115,7 @@ def test_all_forms_have_the_same_gradients(x64, kind):
             assert_same(other[name], gradient, name)
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.parametrize("kind", ["rwkv6", "any decay", "gated"])
 def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
@@ -142,6 +141,7 @@ def test_a_log_decay_below_the_least_counts_as_it():
     np.testing.assert_array_equal(rwkv7(**low)[0], rwkv7(**at)[0])
 
 
+@pytest.mark.slow
 @methods
 def test_a_log_decay_at_the_least_has_its_whole_gradient(x64, method):
     _, arrays = problem("rwkv7", 40)
@@ -228,6 +228,7 @@ def test_a_nan_stays_in_its_document(kind, method):
         np.testing.assert_array_equal(gradient, expected_gradient)
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("rwkv7", "bfloat16"), ("gated", "bfloat16"), ("gated", "float16")]

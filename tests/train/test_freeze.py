@@ -47,6 +47,7 @@ def trained(optimizer, model: LanguageModel, mesh: MeshConfig = ONE, **options) 
     return jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_others_are_trained_as_with_a_mask(accumulate):
     """`optax.multi_transform` on the whole model gives the same parameters."""
@@ -102,6 +103,7 @@ def test_frozen_parameters_have_no_gradients_moments_or_averages():
     np.testing.assert_allclose(measures.gradient_norm, norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_low_rank_additions_are_trained_alone():
     """`nnx.LoRA` wraps the projections of the blocks, and starts as the model itself."""
     lm = model()
@@ -119,6 +121,7 @@ def test_low_rank_additions_are_trained_alone():
     assert len(changed) >= 2 * 2 * 4
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_frozen_parameters(tmp_path, unreported):
     """Also when it is resumed with an average and with clipping."""
     folder = tmp_path / "run"

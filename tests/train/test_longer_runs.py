@@ -124,6 +124,7 @@ def test_the_optimiser_may_change(options, shown, tmp_path, capsys):
     chex.assert_trees_all_equal(restored(back), continued(at_20, back, 30))
 
 
+@pytest.mark.slow
 def test_the_average_stays_where_clipping_comes(tmp_path):
     run = command(tmp_path / "run", "--num-steps", "10", "--optimizer.ema-decay", "0.9")
     before = restored(run)
@@ -138,6 +139,7 @@ HYENA_DNA = HyenaDNALanguageModelConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "old_head", "paths"),
     [
@@ -172,6 +174,7 @@ def source(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_run_begins_with_the_weights_of_another(kind, source, tmp_path):
     folder = tmp_path / "tuned"

@@ -44,6 +44,7 @@ def save_pth(model: LanguageModel, name: str) -> None:
     torch.save({key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}, name)
 
 
+@pytest.mark.slow
 def test_the_pieces_of_the_world_vocabulary(world):
     """A token is a sequence of bytes. A character of several tokens is printed once complete."""
     tokens = world.encode(TEXT, "text")
@@ -68,6 +69,7 @@ def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == TEXT + "".join(world.pieces(np.asarray(tokens)[0])) + "\n"
 
 
+@pytest.mark.slow
 def test_tokens_go_on_as_tokens(tmp_path, capsys):
     """The suffix identifies a safetensors file."""
     model = random_model(RWKV6LanguageModelConfig(30, **SIZES))
@@ -123,6 +125,7 @@ def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
     return model
 
 
+@pytest.mark.slow
 def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
     """The command stops at the first token that ends a text."""
     read = read_model(Path("recurrentgemma-2b"))

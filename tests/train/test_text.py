@@ -90,6 +90,7 @@ def test_documents_however_they_are_read(block, separator, tmp_path, monkeypatch
     assert documents(Text([path], separator)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["characters", "bytes", "tokenizer", "world"])
 def test_tokens_of_documents(kind, folder, tmp_path):
     """The end-of-text token ends each document. The second call reads the cached file."""

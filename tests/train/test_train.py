@@ -200,6 +200,7 @@ def explodes_at(step: int):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nan_after", "failed", "latest"),
     [
@@ -232,6 +233,7 @@ def test_a_run_ends_where_its_numbers_are_not_finite(
     assert Run.open(folder).metrics()[-1]["step"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_resuming_gives_the_run_of_as_many_epochs(by_rows, text_file, tmp_path):
     """Training has 169 of 199 rows, so half an epoch takes 11 steps of 8 rows."""

@@ -44,12 +44,8 @@ CONFIGS = MODELS | {
 }
 
 
-VARIANTS = CONFIGS.keys() - MODELS.keys() | {n for n in MODELS if "," in n or " by " in n}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in VARIANTS else n for n in CONFIGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_layout_is_read_with_the_config_of_its_shapes(name):
     config = CONFIGS[name]
     model, options = build(config), fields_without_shape(config)

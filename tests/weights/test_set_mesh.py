@@ -131,6 +131,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_whatever_loads_is_placed(name, mesh, tmp_path):
     load = LOADERS[name](tmp_path)
