@@ -229,6 +229,13 @@ def test_caches_have_room_for_the_text():
 
 
 TWO = [[1, 2, 3], [4, 5, 6]]
+
+
+def test_greedy_decoding_needs_no_key():
+    expected = generate(model(), TWO, 3, key=KEY, temperature=0)
+    np.testing.assert_array_equal(generate(model(), TWO, 3, temperature=0), expected)
+
+
 REFUSED = [
     ("mask: expected the shape of the prompt", {"mask": [[1, 1]]}),
     ("mask: expected the real tokens .* in row 1", {"mask": [[1, 1, 1], [1, 0, 1]]}),
@@ -243,6 +250,7 @@ REFUSED = [
     ("repetition_penalty: expected a number", {"repetition_penalty": True}),
     (r"stop_tokens: expected values in 0 … 19, got \[-1, 20\]", {"stop_tokens": [-1, 3, 20]}),
     ("stop_tokens: expected integers", {"stop_tokens": "</s>"}),
+    ("key: expected a key, .* unless temperature=0", {"key": None}),
 ]
 
 
@@ -250,4 +258,4 @@ REFUSED = [
 @pytest.mark.parametrize("call", [generate, stream])
 def test_refuses(message, options, call):
     with pytest.raises((TypeError, ValueError), match=message):
-        call(model(), TWO, 3, key=KEY, **options)
+        call(model(), TWO, 3, **{"key": KEY, **options})
