@@ -159,7 +159,7 @@ def _calls(
         checked_repetition_penalty(repetition_penalty),
         jax.device_put(stops),
     )
-    if key is None and options.temperature > 0:
+    if key is None and options.temperature != 0:
         raise TypeError("key: expected a key, such as jax.random.key(0), unless temperature=0")
     key = checked_key(jax.random.key(0) if key is None else key)  # greedy decoding draws nothing
     # A cache of keys and values has room for the text, rounded up to share compiled programs.
