@@ -37,7 +37,7 @@ def stream(
     prompt: Int[ArrayLike, "batch time"],
     num_tokens: int,
     *,
-    key: AnyKey,
+    key: AnyKey | None = None,
     mask: Bool[ArrayLike, "batch time"] | Int[ArrayLike, "batch time"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -74,7 +74,8 @@ def stream(
         model: the language model. Its dropout, if it has any, is turned off.
         prompt: tokens, with at least one row and at least one token per row.
         num_tokens: the number of tokens to draw, unless all rows stop earlier.
-        key: a random key, such as `jax.random.key(0)`. The same key gives the same text.
+        key: a random key, such as `jax.random.key(0)`. The same key gives the same text. May be
+            None only if the temperature is 0.
         mask: True or 1 for the real tokens of the prompt, which are side by side in each row, False
             or 0 for padding. None: all tokens are real.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
@@ -111,7 +112,7 @@ def generate(
     prompt: Int[ArrayLike, "batch time"],
     num_tokens: int,
     *,
-    key: AnyKey,
+    key: AnyKey | None = None,
     mask: Bool[ArrayLike, "batch time"] | Int[ArrayLike, "batch time"] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -158,7 +159,9 @@ def _calls(
         checked_repetition_penalty(repetition_penalty),
         jax.device_put(stops),
     )
-    key = checked_key(key)
+    if key is None and options.temperature != 0:
+        raise TypeError("key: expected a key, such as jax.random.key(0), unless temperature=0")
+    key = checked_key(jax.random.key(0) if key is None else key)  # greedy decoding draws nothing
     # A cache of keys and values has room for the text, rounded up to share compiled programs.
     size = padded_length(prompt.shape[1] + num_tokens, limit)
     views = {"deterministic": True, "fixed_filters": True, "max_length": size}

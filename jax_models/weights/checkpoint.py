@@ -114,7 +114,11 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     files = indices or [f for f in sorted(folder.iterdir()) if f.suffix in SAFETENSORS + TORCH]
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise ValueError(f"expected one file of weights, or an index of its parts, got {found}")
+        kinds = ", ".join(SAFETENSORS + TORCH)
+        raise ValueError(
+            f"{folder.name}: expected one file of weights ({kinds}), or an index of its parts, "
+            f"got {found}"
+        )
     return {files[0]: None}
 
 

@@ -237,6 +237,13 @@ def test_caches_have_room_for_the_text():
 
 
 TWO = [[1, 2, 3], [4, 5, 6]]
+
+
+def test_greedy_decoding_needs_no_key():
+    expected = generate(model(), TWO, 3, key=KEY, temperature=0)
+    np.testing.assert_array_equal(generate(model(), TWO, 3, temperature=0), expected)
+
+
 REFUSED = [
     ("mask: expected the shape of the prompt", {"mask": [[1, 1]]}),
     ("mask: expected the real tokens .* in row 1", {"mask": [[1, 1, 1], [1, 0, 1]]}),
@@ -249,7 +256,7 @@ REFUSED = [
         for name, values in {
             "temperature": (-1.0, "hot"),
             "num_tokens": (0, 2**31),
-            "key": (0, jax.random.split(KEY)),
+            "key": (None, 0, jax.random.split(KEY)),
             "top_k": (0,),
             "top_p": (1.5, float("nan"), "0.9"),
             "repetition_penalty": (0, True),

@@ -241,7 +241,10 @@ def index_of(places):
 
 
 BAD = [
-    ("weights.*got none", lambda f: (f / "model.safetensors").unlink()),
+    (
+        r"^[^/]+: expected one file of weights \(\.safetensors, .*\), .*, got none",
+        lambda f: (f / "model.safetensors").unlink(),
+    ),
     ("config.json:", in_config(model_type="llama", architectures=["LlamaForCausalLM"])),
     (
         "config.json: num_hidden_layers is 4, the weights have 2",
@@ -261,7 +264,7 @@ BAD = [
         index_of({"head.weight": "../model.safetensors"}),
     ),
     (
-        "expected one file of weights, .*, got a.pth, model.safetensors",
+        "expected one file of weights .*, got a.pth, model.safetensors",
         lambda f: torch.save({"a": torch.zeros(1)}, f / "a.pth"),
     ),
     ("b.pth: refused, it is compressed", that_expands),

@@ -328,5 +328,6 @@ def refuse_other_weights(problem: Problem) -> None:
         raise ValueError(
             "weights: the model has other weights than the twin, so nothing can be compared: give "
             "a table or a loader that makes the model's weights from the twin's, as in "
-            "weights=[*linear('out', 'fc')] or weights=lambda state_dict: …"
+            "weights=[*linear('out', 'fc')] or weights=lambda state_dict: … (draft_table of "
+            "parity_tests drafts a table)"
         )
