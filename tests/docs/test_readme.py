@@ -1,5 +1,9 @@
-"""The blocks of Python in the README run, and the links of all pages lead somewhere."""
+"""The README's blocks of Python run; links lead somewhere, and commands exist on all pages."""
 
+import contextlib
+import functools
+import importlib.util
+import io
 import re
 
 import pytest
@@ -8,8 +12,18 @@ from docs_site.blocks import ROOT, blocks, differs, run
 from jax_models.models.architecture import architectures
 from train.__main__ import main as train
 from train.config import PRESETS
+from twinscan.__main__ import COMMANDS
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = r"(?:\.venv/bin/)?(twinscan|python -m|make) ([a-z][\w.-]*)"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__main__.py")}
+TARGETS = dict(
+    re.findall(
+        r"^([\w-]+):.*\n\t\$\(BIN\)/python -m (\w+) \S*\s?\$\(ARGS\)", MAKEFILE, re.MULTILINE
+    )
+)
+"""The module that runs for each target of the Makefile that takes ARGS."""
 
 
 def test_the_blocks_of_the_readme_run(tmp_path):
@@ -84,6 +98,54 @@ def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]*)", text):
         assert (page.parent / target).exists(), target
+
+
+@functools.cache
+def help_of(module):
+    printed = io.StringIO()
+    try:
+        command = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{module} needs {error.name}")
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        command.main(["--help"])
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.stem not in ("CHANGELOG", "migration")],
+    ids=lambda page: page.name,
+)
+def test_commands_and_their_options_exist(page):
+    """`CHANGELOG.md` and `migration.md` also name commands of earlier versions."""
+    prose, *parts = re.split(
+        r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    lines = [
+        line
+        for kind, block in zip(parts[::3], parts[1::3], strict=True)
+        if kind != "python"
+        for line in block.split("\n")
+    ]
+    lines += re.findall(r"`([^`\n]+)`", prose + "".join(parts[2::3]))
+    for line in lines:
+        if not (command := re.match(COMMAND, line.strip())):
+            continue
+        program, name = command.groups()
+        if program == "make":
+            assert re.search(rf"^{name}:", MAKEFILE, re.MULTILINE), line
+            if (name := TARGETS.get(name)) is None:
+                continue
+        elif program == "twinscan":
+            name = COMMANDS[name][0]
+        elif name == "parity_tests":
+            name = COMMANDS["parity"][0]
+        if name in PACKAGES:
+            name += ".__main__"
+        assert importlib.util.find_spec(name), line
+        for option in re.findall(r"(?<![\w-])--[\w.-]+", line):
+            assert re.search(rf"(?<!\S){re.escape(option)}(?![\w.-])", help_of(name)), line
 
 
 def test_the_pages_name_every_architecture():
