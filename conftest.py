@@ -5,6 +5,7 @@ and only the tests marked `optimized` run. Compiled programs are cached for the 
 processes that tests start.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -37,6 +38,10 @@ MOST_MAPS = 30_000
 
 Linux allows a process 65,530 mappings and ends it if it needs more. Each compiled program takes
 some of them."""
+MOST_PAGES = 2**19
+"""The number of pages of resident memory, 2 GiB in all, above which compiled programs are dropped.
+
+Otherwise, the processes of the whole suite would take over 20 GiB together."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,12 +70,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(is_chosen, items)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_mappings():
-    """Drops compiled programs after a module if they take many memory mappings."""
-    yield
+def drop_programs() -> None:
+    """Drops compiled programs if they take many memory mappings or much memory."""
     import jax  # only after `pytest_configure` has set XLA's flags
 
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if not MAPS.exists():  # the system is not Linux
+        return
+    pages = int(MAPS.with_name("statm").read_text().split()[1])
+    if MAPS.read_bytes().count(b"\n") > MOST_MAPS or pages > MOST_PAGES:
         jax.clear_caches()
         gc.collect()
+        if hasattr(c := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
+            c.malloc_trim(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drops the compiled programs of a module if they are many."""
+    yield
+    drop_programs()
