@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from sphinx.cmd.build import main as sphinx
@@ -41,11 +42,11 @@ def _first_sentence(page: str) -> str:
     return re.split(r"(?<=[.:]) (?=[A-Z`])", first)[0]
 
 
-def main() -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Gathers the pages, runs Sphinx on them, and adds `llms.txt`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs_site", description=__doc__)
     parser.add_argument("--links", action="store_true", help="check the links to other sites")
-    links = parser.parse_args().links
+    links = parser.parse_args(args).links
     start = time.perf_counter()
     # The pages show results, and no times. Without optimizing, XLA takes a sixth of the time.
     os.environ.setdefault(
