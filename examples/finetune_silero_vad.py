@@ -54,8 +54,9 @@ def accuracy(script, audio, labels) -> float:
 
 def main(recordings: Path | None = None, tuned: Path = Path("tuned.jit"), epochs: int = 20):
     """Loads the weights of the package, trains them, and writes a file for the package."""
-    audio, labels = make_recordings()
-    if recordings is not None:
+    if recordings is None:
+        audio, labels = make_recordings()
+    else:
         audio, labels = (np.load(recordings)[k].astype(np.float32) for k in ("audio", "labels"))
     path = distribution("silero-vad").locate_file("silero_vad/data/silero_vad.jit")
     script = torch.jit.load(str(path))
@@ -67,7 +68,7 @@ def main(recordings: Path | None = None, tuned: Path = Path("tuned.jit"), epochs
         order = np.random.default_rng(epoch).permutation(len(audio))
         batches = (order[i : i + 8] for i in range(0, len(order), 8))
         losses = [train_step(model, optimizer, audio[rows], labels[rows]) for rows in batches]
-        if epoch % (epochs // 4) == 0:
+        if epoch % 5 == 0:
             print(f"epoch {epoch}: loss {np.mean(losses):.4f}")
 
     script._model.load_state_dict({k: torch.from_numpy(v) for k, v in to_torch(model).items()})
