@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import GRUState
+from jax_models.ops import GRUState, RecurrentMethod
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
@@ -51,11 +51,15 @@ class GRU(RecurrentStack[GRUState]):
         bias_init: draws the b_i. None: like the default of `kernel_init`.
         recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
+        method: "native" is the package twinscan-native, which runs on CPUs in float32 or float64,
+            with `reset_after`. "xla" runs anywhere with every option. "auto" uses native kernels if
+            the package is installed and likely to be faster for the call, and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
             a bias that the layer lacks.
+        NotImplementedError: (at the call) method is "native", which does not support the call.
 
     Layouts: with `reset_after`, `torch.nn` (torch.nn.GRU); `scratch` (torch_ref.GRUScratch).
     Source: Cho et al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as
@@ -79,6 +83,7 @@ class GRU(RecurrentStack[GRUState]):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        method: RecurrentMethod = "auto",
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
@@ -102,9 +107,11 @@ class GRU(RecurrentStack[GRUState]):
             rngs=rngs,
         )
         self.reset_after = reset_after
+        self.method: RecurrentMethod = method
 
     def operator(self):
-        return partial(ops.recurrent_stack, partial(ops.gru, reset_after=self.reset_after))
+        recurrence = partial(ops.gru, reset_after=self.reset_after)
+        return partial(ops.recurrent_stack, recurrence, method=self.method)
 
     def torch_layouts(self) -> Layouts:
         """The layouts of every stack, except that `torch.nn` requires `reset_after`."""

@@ -52,15 +52,18 @@ class LSTM(RecurrentStack[LSTMState]):
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "cudnn" is NVIDIA's own LSTM, which runs on its GPUs in float32 and supports no
-            projections, peepholes or `reset`. "xla" runs anywhere with every option. "auto" uses
-            cuDNN for sequences that cuDNN supports, and XLA otherwise (see below).
+            projections, peepholes or `reset`. "native" is the package twinscan-native, which runs
+            on CPUs in float32 or float64 and supports no projections or peepholes. "xla" runs
+            anywhere with every option. "auto" uses cuDNN or native kernels for sequences that they
+            support and are likely to make faster, and XLA otherwise (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
             is not in [0, 1), there is no such method, or an initializer is given for a bias that
             the layer lacks.
-        NotImplementedError: (at the call) method is "cudnn", and cuDNN does not support the call.
+        NotImplementedError: (at the call) method is "cudnn" or "native", which does not support the
+            call.
 
     "auto" uses cuDNN if the program runs on the machine's only NVIDIA GPU or inside a
     `jax.shard_map` over NVIDIA GPUs, because the compiler cannot divide a call of cuDNN over

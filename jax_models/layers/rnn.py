@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import Nonlinearity, RNNState
+from jax_models.ops import Nonlinearity, RecurrentMethod, RNNState
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
@@ -45,11 +45,15 @@ class RNN(RecurrentStack[RNNState]):
         bias_init: draws b_ih. None: like the default of `kernel_init`.
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
+        method: "native" is the package twinscan-native, which runs on CPUs, in float32 or float64.
+            "xla" runs anywhere in every dtype. "auto" uses native kernels if the package is
+            installed and likely to be faster for the call, and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
             is given for a bias that the layer lacks.
+        NotImplementedError: (at the call) method is "native", which does not support the call.
 
     Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (a single
     tanh cell with parameters U, W and one bias b). To continue training such a cell, build the
@@ -75,6 +79,7 @@ class RNN(RecurrentStack[RNNState]):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        method: RecurrentMethod = "auto",
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
@@ -99,10 +104,11 @@ class RNN(RecurrentStack[RNNState]):
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
+        self.method: RecurrentMethod = method
 
     def operator(self):
         recurrence = partial(ops.rnn, nonlinearity=self.nonlinearity)
-        return partial(ops.recurrent_stack, recurrence)
+        return partial(ops.recurrent_stack, recurrence, method=self.method)
 
     def torch_layouts(self) -> Layouts:
         """The layouts of every stack, `deep`: RNNDeep, `cell`: a cell with U, W and one bias."""

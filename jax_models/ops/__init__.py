@@ -26,7 +26,12 @@ from jax_models.ops.online_conv import (
 )
 from jax_models.ops.products import Pair, Product
 from jax_models.ops.recurrence import Step, recurrence
-from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
+from jax_models.ops.recurrent_stack import (
+    LSTMMethod,
+    RecurrentMethod,
+    lstm_stack,
+    recurrent_stack,
+)
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.rotary import rotary
@@ -55,6 +60,7 @@ __all__ = [
     "Product",
     "RGLRUState",
     "RNNState",
+    "RecurrentMethod",
     "Rows",
     "Step",
     "WKVMethod",

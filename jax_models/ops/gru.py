@@ -47,11 +47,11 @@ def gru(
     if not reset_after:
         step = _step_reset_before
     else:
-        step, products["n"] = _step, Pair(*products["n"])
+        step, products["n"] = gru_step, Pair(*products["n"])
     return recurrence(step, state, products, x, **masks)
 
 
-def _step(state: GRUState, now: Step) -> GRUState:
+def gru_step(state: GRUState, now: Step) -> GRUState:
     [h] = state
     r, z, (n_x, n_h) = now.products("rzn", h)
     r, z = sigmoid(r), sigmoid(z)

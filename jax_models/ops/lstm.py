@@ -54,11 +54,11 @@ def lstm(
     elif kernel_hh.shape[0] != (hidden := state.c.shape[1]):
         raise wrong_shape("kernel_hh", (hidden, 4 * hidden), kernel_hh.shape)
     else:
-        step = _step
+        step = lstm_step
     return recurrence(step, state, products, x, params=peephole, **masks)
 
 
-def _step(state: LSTMState, now: Step) -> LSTMState:
+def lstm_step(state: LSTMState, now: Step) -> LSTMState:
     i, f, g, o = now.products("ifgo", state.h)
     c = state.c
     if now.params is None:
@@ -70,5 +70,5 @@ def _step(state: LSTMState, now: Step) -> LSTMState:
 
 
 def _projected_step(state: LSTMState, now: Step) -> LSTMState:
-    h, c = _step(state, now)
+    h, c = lstm_step(state, now)
     return LSTMState(now.product("output", h), c)

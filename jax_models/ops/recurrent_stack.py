@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,13 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.arguments import checked
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
+from jax_models.ops.kernels.native import native_layer, native_pays, native_refusal
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.recurrence import State
 from jax_models.ops.rows import Masks, Rows, given_rows
 
-LSTMMethod = Literal["auto", "xla", "cudnn"]
+RecurrentMethod = Literal["auto", "xla", "native"]
+LSTMMethod = Literal["auto", "xla", "native", "cudnn"]
 
 
 @checked(batch_axes=(0, 1))
@@ -25,9 +27,14 @@ def recurrent_stack(
     cells: list[dict[str, Array]],
     *,
     num_directions: Literal[1, 2],
+    method: RecurrentMethod = "auto",
     **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs layers of a recurrence one after the other, with the directions of a layer side by side.
+
+    "native" runs the compiled CPU kernels of the package `twinscan-native`, which has the LSTM, the
+    GRU with `reset_after`, and the RNN. "auto" uses them if the package is installed and supports
+    the call, they are likely to be faster, and the program runs on a CPU.
 
     Args:
         recurrence: `ops.rnn`, `ops.lstm` or `ops.gru`.
@@ -37,37 +44,19 @@ def recurrent_stack(
         cells: the weights of `recurrence` for each layer and direction, in the same order.
         num_directions: 2 if each layer runs in both directions, and the next layer reads both
             outputs.
+        method: what runs the layers: "native", "xla" or "auto".
         **masks: `lengths` and `reset`, as in `Masks`.
 
     Returns:
         The outputs of the last layer, and the last states.
 
     Raises:
+        NotImplementedError: `method` is "native", which does not support the call; the message says
+            why.
         ValueError: the number of cells is not the size of the first axis of the state's arrays.
 
     """
-    rows = [len(array) for array in jax.tree.leaves(state)]
-    if not cells or len(cells) % num_directions or rows != [len(cells)] * len(rows):
-        raise ValueError(
-            f"cells: expected one for each of the {rows} rows of the state's arrays, in "
-            f"{num_directions} directions, got {len(cells)}"
-        )
-    last_states = []
-    for first in range(0, len(cells), num_directions):
-        outputs = []
-        for direction in range(num_directions):
-            index = first + direction
-            y, last_state = recurrence(
-                x,
-                jax.tree.map(lambda s: s[index], state),  # noqa: B023
-                **cells[index],
-                **masks,
-                reverse=direction == 1,
-            )
-            outputs.append(y.astype(x.dtype))
-            last_states.append(last_state)
-        x = jnp.concatenate(outputs, axis=-1)
-    return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+    return _stack(recurrence, x, state, cells, num_directions, method, given_rows(masks))
 
 
 @checked(batch_axes=(0, 1))
@@ -80,35 +69,115 @@ def lstm_stack(
     method: LSTMMethod = "auto",
     **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """Runs the `recurrent_stack` of `lstm`, by XLA or by cuDNN.
+    """Runs the `recurrent_stack` of `lstm`, which has one more method, "cudnn".
 
-    "auto" uses cuDNN if it supports the call, is likely to be faster, and the program runs on an
-    NVIDIA GPU, even if it is traced on another device.
+    "auto" uses cuDNN or the native kernels if they support the call, are likely to be faster, and
+    the program runs on an NVIDIA GPU or on a CPU, even if it is traced on another device.
 
     Raises:
-        NotImplementedError: `method` is "cudnn", which does not support the call; the message says
-            why.
+        NotImplementedError: `method` is "cudnn" or "native", which does not support the call; the
+            message says why.
 
     """
-    if not cells:
-        raise ValueError("cells: expected at least one, got none")
-    rows = given_rows(masks)
-    refusal = cudnn_refusal(x, cells, rows.reset)
-    if method == "cudnn":
-        if refusal:
-            raise NotImplementedError(f"LSTM: method='cudnn': {refusal}; use method='xla'")
-        return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=num_directions == 2)
-    if method == "auto" and not refusal and cudnn_pays(x):
-        return _by_cudnn_on_gpus(num_directions, x, state, cells, rows)
-    return recurrent_stack(lstm, x, state, cells, num_directions=num_directions, **masks)
+    return _stack(lstm, x, state, cells, num_directions, method, given_rows(masks))
+
+
+class _Kernel(NamedTuple):
+    """A form of a stack that one platform has."""
+
+    platform: str
+    form: Callable
+    refusal: str | None
+    """Why it does not support the call, or None if it does."""
+    pays: bool
+    """Whether it is likely to be faster than XLA."""
+
+
+def _stack(
+    recurrence: Callable,
+    x: Float[Array, "batch time in"],
+    state: State,
+    cells: list[dict[str, Array]],
+    num_directions: Literal[1, 2],
+    method: LSTMMethod,
+    rows: Rows,
+):
+    sizes = [len(array) for array in jax.tree.leaves(state)]
+    if not cells or len(cells) % num_directions or sizes != [len(cells)] * len(sizes):
+        raise ValueError(
+            f"cells: expected one for each of the {sizes} rows of the state's arrays, in "
+            f"{num_directions} directions, got {len(cells)}"
+        )
+    layers = _Layers.of(recurrence, num_directions)
+    kernels = {
+        "native": _Kernel(
+            "cpu",
+            layers._replace(layer=native_layer),
+            native_refusal(recurrence, x, cells),
+            native_pays(x, cells),
+        )
+    }
+    if recurrence is lstm:
+        refusal = cudnn_refusal(x, cells, rows.reset)
+        kernels["cudnn"] = _Kernel("cuda", _CuDNN(num_directions), refusal, cudnn_pays(x))
+    if method in kernels:
+        kernel = kernels[method]
+        if kernel.refusal:
+            raise NotImplementedError(f"method={method!r}: {kernel.refusal}; use method='xla'")
+        return kernel.form(x, state, cells, rows)
+    faster = {k.platform: k.form for k in kernels.values() if k.pays and not k.refusal}
+    if method == "auto" and faster:
+        return _by_platform((*faster.items(), ("default", layers)), x, state, cells, rows)
+    return layers(x, state, cells, rows)
+
+
+class _Layers(NamedTuple):
+    """Layers of a recurrence. JAX reuses compiled programs for equal ones, unlike for closures."""
+
+    layer: Callable
+    """`layer(recurrence, x, state, cells, rows)` runs all directions of a layer."""
+    recurrence: Callable
+    options: tuple[tuple[str, Any], ...]
+    num_directions: int
+
+    @classmethod
+    def of(cls, recurrence: Callable, num_directions: int) -> "_Layers":
+        """Splits a `partial` into its function and its options."""
+        if isinstance(recurrence, partial) and not recurrence.args:
+            options = tuple(recurrence.keywords.items())
+            return cls(_xla_layer, recurrence.func, options, num_directions)
+        return cls(_xla_layer, recurrence, (), num_directions)
+
+    def __call__(self, x, state, cells, rows: Rows):
+        recurrence = partial(self.recurrence, **dict(self.options))
+        last_states = []
+        for first in range(0, len(cells), self.num_directions):
+            directions = slice(first, first + self.num_directions)
+            start = jax.tree.map(lambda s: s[directions], state)  # noqa: B023
+            x, last_state = self.layer(recurrence, x, start, cells[directions], rows)
+            last_states.append(last_state)
+        return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
+
+
+def _xla_layer(recurrence: Callable, x, state, cells, rows: Rows):
+    outputs, last_states = [], []
+    for index, cell in enumerate(cells):
+        start = jax.tree.map(lambda s: s[index], state)  # noqa: B023
+        y, last_state = recurrence(x, start, **cell, rows=rows, reverse=index == 1)
+        outputs.append(y.astype(x.dtype))
+        last_states.append(last_state)
+    return jnp.concatenate(outputs, axis=-1), jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+
+
+class _CuDNN(NamedTuple):
+    """LSTMs by cuDNN."""
+
+    num_directions: int
+
+    def __call__(self, x, state, cells, rows: Rows):
+        return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=self.num_directions == 2)
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise the default device would decide
-def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, rows: Rows):
-    def by_cudnn(x, state, cells, rows: Rows):
-        return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=num_directions == 2)
-
-    def by_xla(x, state, cells, rows: Rows):
-        return recurrent_stack(lstm, x, state, cells, num_directions=num_directions, rows=rows)
-
-    return jax.lax.platform_dependent(x, state, cells, rows, cuda=by_cudnn, default=by_xla)
+def _by_platform(forms: tuple[tuple[str, Callable], ...], *args):
+    return jax.lax.platform_dependent(*args, **dict(forms))

@@ -1,0 +1,392 @@
+"""The compiled CPU kernels of the distribution `twinscan-native`, for LSTMs, GRUs and RNNs."""
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.export import is_symbolic_dim
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float
+
+from jax_models.ops.affine import affine
+from jax_models.ops.gru import GRUState, gru, gru_step
+from jax_models.ops.linear_map import linear_map
+from jax_models.ops.lstm import LSTMState, lstm, lstm_step
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import State, Step, recurrence
+from jax_models.ops.rnn import STEPS, RNNState, rnn
+from jax_models.ops.rows import Rows
+from jax_models.ops.varying import match_varying_axes
+
+PACKAGE = "twinscan_native"
+BATCH_AXES: dict[str, int | None] = {"kernel": None, "bias_hn": None, "start": 1, "last": 1}
+"""The batch axes of the kernels' operands and results that are not 0. The weights have none."""
+
+
+def from_gates_x(step: Callable[[State, Step], State], state: State, now: Step) -> State:
+    """Makes a step whose inputs are the products of x, with the gates side by side."""
+
+    def products(names, h):
+        of_x = jnp.split(now.inputs, len(names), axis=-1)
+        sums = zip(names, of_x, now.products(names, h), strict=True)
+        return [(a, b) if name == "n" else a + b for name, a, b in sums]
+
+    return step(state, now._replace(products=products))
+
+
+class Kind(NamedTuple):
+    """A recurrence for which there are kernels."""
+
+    name: str
+    """The recurrence in the names of the kernels."""
+    gates: str
+    step: Callable[[Any, Step], Any]
+    state: Callable[..., Any]
+    num_kept: int
+    """The number of arrays that the forward kernel keeps for the backward kernel."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further attributes of the kernels."""
+
+
+LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, num_kept=2)
+GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, num_kept=2)
+RNNS = {
+    name: Kind("rnn", "h", partial(from_gates_x, step), RNNState, 0, (("relu", name == "relu"),))
+    for name, step in STEPS.items()
+}
+
+
+def kind_of(recurrence: Callable) -> Kind | None:
+    """Returns the kind of a recurrence such as `ops.lstm` or `partial(ops.rnn, …)`, or None."""
+    function = getattr(recurrence, "func", recurrence)
+    options = getattr(recurrence, "keywords", {})
+    if function is gru and options.get("reset_after", True):
+        return GRU
+    if function is rnn:
+        return RNNS[options.get("nonlinearity", "tanh")]
+    return LSTM if function is lstm else None
+
+
+def native_refusal(
+    recurrence: Callable, x: Float[Array, "batch time in"], cells: list[dict[str, Array]]
+) -> str | None:
+    """Returns why there is no kernel for these arguments, or None if there is one."""
+    batch, time, _ = x.shape
+    if is_symbolic_dim(batch) or is_symbolic_dim(time):
+        return "it takes known sizes, not the symbolic ones of jax.export"
+    dtypes = sorted({str(array.dtype) for array in (x, *jax.tree.leaves(cells))})
+    device = jax.config.jax_default_device or jax.default_backend()  # pyright: ignore
+    platform = getattr(device, "platform", device)
+    reasons = {
+        "it has the recurrences lstm, gru with reset_after, and rnn": kind_of(recurrence) is None,
+        "it has no projection (proj_features)": "kernel_hr" in cells[0],
+        "it has no peepholes (use_peepholes)": "peephole" in cells[0],
+        f"it computes in float32 or in float64, not in {' and '.join(dtypes)}": (
+            dtypes not in (["float32"], ["float64"])
+        ),
+        "it takes no empty batches, sequences or states": (
+            batch * time * cells[0]["kernel_hh"].size == 0
+        ),
+        f"it runs on a CPU, and JAX's default device is a {platform}": platform != "cpu",
+        "the package twinscan-native is not installed (pip install ./native)": (
+            importlib.util.find_spec(PACKAGE) is None
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def native_pays(x: Float[Array, "batch time in"], cells: list[dict[str, Array]]) -> bool:
+    """Whether the kernels are likely to be faster, if they support the call."""
+    return False
+
+
+def native_layer(
+    recurrence: Callable,
+    x: Float[Array, "batch time in"],
+    state: State,
+    cells: list[dict[str, Array]],
+    rows: Rows,
+) -> tuple[Float[Array, "batch time out"], State]:
+    """Runs a layer of one direction or of two, whose outputs are side by side.
+
+    XLA computes the products with x, for all steps at once. A kernel then runs over time with
+    `kernel_hh`, in both directions at the same time, and another one runs back. XLA computes the
+    gradients of the weights and, for forward-mode and for second derivatives, everything else.
+    Under `vmap`, elements that share their weights become a larger batch, while elements with
+    weights of their own run one after the other.
+
+    Args:
+        recurrence: `ops.lstm`, `ops.gru` or `ops.rnn`.
+        x: the inputs.
+        state: the states before the first step. Their first axis runs over the directions.
+        cells: the weights of `recurrence` for each direction.
+        rows: the lengths and the resets.
+
+    Returns:
+        The outputs, zero beyond `lengths`, and the last states.
+
+    """
+    _register()
+    kind = kind_of(recurrence)
+    assert kind is not None
+    y, last = _layer(kind, x, tuple(state), cells, rows)
+    return y, kind.state(*last)
+
+
+@cache
+def _register() -> None:
+    """Loads the kernels and registers them with XLA."""
+    library = ctypes.CDLL(importlib.import_module(PACKAGE).path())
+    for kind in (LSTM, GRU, *RNNS.values()):
+        for way in ("forward", "backward"):
+            name = f"twinscan_{kind.name}_{way}"
+            kernel = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, kernel, platform="cpu")
+
+
+@partial(jax.jit, static_argnums=0)  # otherwise each product would be a program of its own
+def _layer(kind: Kind, x, state, cells, rows: Rows):
+    zeros = jnp.zeros_like(cells[0]["kernel_hh"][0])
+    biases = [[cell.get(name, zeros) for name in ("bias_ih", "bias_hh")] for cell in cells]
+    kernel = jnp.stack([cell["kernel_hh"] for cell in cells])
+    arguments = {"kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
+    if kind == GRU:  # its b_hn is inside the product with the reset gate
+        hidden = kernel.shape[1]
+        arguments["bias_hn"] = jnp.stack([bias_hh[2 * hidden :] for _, bias_hh in biases])
+        biases = [[b_ih, b_hh.at[2 * hidden :].set(0)] for b_ih, b_hh in biases]
+    kernel_ih = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
+    bias = jnp.concatenate([bias_ih + bias_hh for bias_ih, bias_hh in biases])
+    arguments["gates_x"] = affine(x, kernel_ih, bias)
+    arguments, rows = match_varying_axes((arguments, rows))
+    results = _call(Call(kind, "forward"), {**arguments, "rows": rows})
+    return results["y"], results["last"]
+
+
+class Call(NamedTuple):
+    """The static arguments of a call of a kernel."""
+
+    kind: Kind
+    way: Literal["forward", "backward"]
+    keep: bool = False
+    """Whether the forward kernel keeps what the backward kernel needs."""
+
+
+native_p = Primitive("native")
+native_p.multiple_results = True
+
+
+def _call(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """Calls a kernel. Operands and results have the names in `_results` and `_native`."""
+    leaves, tree = jax.tree.flatten(operands)
+    results = jax.tree.structure(_results(call, jax.tree.map(jax.typeof, operands)))
+    return results.unflatten(native_p.bind(*leaves, call=call, tree=tree))
+
+
+def _results(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """The shapes of a kernel's results, in its order."""
+    kernel, start = operands["kernel"], operands["start"]
+    directions, hidden, gates = kernel.shape
+    batch, time = operands["gates_x" if call.way == "forward" else "y"].shape[:2]
+    of_gates, of_state = (
+        kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
+    )
+    if call.way == "forward":
+        kept = (of_gates, of_state)[: call.kind.num_kept if call.keep else 0]
+        return {"y": of_state, "last": start, "kept": kept}
+    return {"gates_x": of_gates, "start": start} | ({"n_h": of_state} if call.kind == GRU else {})
+
+
+def _batch_axes(operands: dict[str, Any]) -> list[int | None]:
+    paths = jax.tree_util.tree_leaves_with_path(operands)
+    return [BATCH_AXES.get(name.key, 0) for (name, *_), _ in paths]
+
+
+@native_p.def_abstract_eval
+def _shapes(*operands, call: Call, tree):
+    return jax.tree.leaves(_results(call, tree.unflatten(operands)))
+
+
+native_p.def_impl(jax.jit(native_p.bind, static_argnames=("call", "tree")))
+
+
+def _batch(leaves, axes, *, call: Call, tree):
+    """Makes the mapped axis a part of the batch, unless each element has weights of its own."""
+    bind = partial(native_p.bind, call=call, tree=tree)
+    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
+    operands = tree.unflatten(map(jax.typeof, leaves))
+    batch_axes = _batch_axes(operands)
+    if any(a is not None and b is None for a, b in zip(axes, batch_axes, strict=True)):
+        mapped = {i: jnp.moveaxis(leaves[i], a, 0) for i, a in enumerate(axes) if a is not None}
+
+        def of_element(mapped):
+            return bind(*(mapped.get(i, leaf) for i, leaf in enumerate(leaves)))
+
+        results = lax.map(of_element, mapped)
+        return results, [0] * len(results)
+
+    def merged(x, axis, batch):
+        if batch is None:
+            return x
+        if axis is None:
+            x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
+        x = jnp.moveaxis(x, axis, batch)
+        return x.reshape(*x.shape[:batch], size * x.shape[batch + 1], *x.shape[batch + 2 :])
+
+    def divided(x, batch):
+        return x.reshape(*x.shape[:batch], size, x.shape[batch] // size, *x.shape[batch + 1 :])
+
+    results = bind(*map(merged, leaves, axes, batch_axes))
+    result_axes = _batch_axes(_results(call, operands))
+    return [*map(divided, results, result_axes)], result_axes
+
+
+batching.primitive_batchers[native_p] = _batch
+
+
+def _jvp(primals, tangents, *, call: Call, tree):
+    operands = tree.unflatten(primals)
+    d_operands = tree.unflatten(map(ad.instantiate_zeros, tangents))
+    rows, _ = operands.pop("rows"), d_operands.pop("rows")
+    results = _call(call._replace(keep=True), {**operands, "rows": rows})
+    residuals = operands, rows, results["y"], results["kept"]
+    d_y, d_last = linear_map(_tangent, _gradient, residuals, d_operands, call.kind)
+    # Only `_gradient` reads what was kept, and its derivative does not need the tangents.
+    d_results = {"y": d_y, "last": d_last, "kept": jax.tree.map(jnp.zeros_like, results["kept"])}
+    if not call.keep:
+        results["kept"] = d_results["kept"] = ()
+    return jax.tree.leaves(results), jax.tree.leaves(d_results)
+
+
+ad.primitive_jvps[native_p] = _jvp
+
+
+def _tangent(kind: Kind, residuals, d_operands):
+    """The tangents of y and of the last state, by XLA."""
+    operands, rows, *_ = residuals
+    return jax.jvp(partial(_by_xla, kind, rows), (operands,), (d_operands,))[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradient(kind: Kind, residuals, gradients):
+    """The gradients with respect to the operands, given those of y and of the last state."""
+    (operands, rows, y, kept), (d_y, d_last) = residuals, gradients
+    kernel, start = operands["kernel"], operands["start"]
+    given = {"d_y": d_y, "d_last": d_last, "kernel": kernel, "y": y, "start": start, "kept": kept}
+    found = _call(Call(kind, "backward"), {**given, "rows": rows})
+    # The gradients of the products of h are those of the gates, except where r multiplies one.
+    directions, hidden, _ = kernel.shape
+    of_h = jnp.split(found["gates_x"], directions, axis=-1)
+    if kind == GRU:
+        n_h = jnp.split(found.pop("n_h"), directions, axis=-1)
+        found["bias_hn"] = jnp.stack([n.sum((0, 1)) for n in n_h])
+        pairs = zip(of_h, n_h, strict=True)
+        of_h = [jnp.concatenate([rzn[..., : 2 * hidden], n], axis=-1) for rzn, n in pairs]
+    of_kernel = []
+    for index, y_d in enumerate(jnp.split(y, directions, axis=-1)):
+        h = _before(y_d, start[0][index], rows, reverse=index == 1)
+        # XLA is fastest if batch and time are one axis.
+        h, of_gates = (a.reshape(-1, a.shape[-1]) for a in (h, of_h[index]))
+        of_kernel.append(lax.dot_general(h, of_gates, (((0,), (0,)), ((), ()))))
+    return {**found, "kernel": jnp.stack(of_kernel)}
+
+
+def _before(y, h0, rows: Rows, *, reverse: bool):
+    """The h that each step of a direction reads."""
+    if reverse:
+        h = jnp.concatenate([y[:, 1:], h0[:, None]], axis=1)
+        if rows.lengths is not None:
+            at_end = jnp.arange(1, 1 + y.shape[1]) == rows.lengths[:, None]
+            h = jnp.where(at_end[..., None], h0[:, None], h)
+    else:
+        h = jnp.concatenate([h0[:, None], y[:, :-1]], axis=1)
+    restarts = rows.restarts(reverse=reverse)
+    return h if restarts is None else jnp.where(restarts[..., None], jnp.zeros_like(h), h)
+
+
+@_gradient.defjvp
+def _gradient_jvp(kind: Kind, primals, tangents):
+    """The second derivative, by XLA, which computes everything again from the operands."""
+    (operands, rows, *_), gradients = primals
+    (d_operands, *_), d_gradients = tangents
+
+    def by_xla(operands, gradients):
+        return jax.vjp(partial(_by_xla, kind, rows), operands)[1](gradients)[0]
+
+    d_found = jax.jvp(by_xla, (operands, gradients), (d_operands, d_gradients))[1]
+    return _gradient(kind, *primals), d_found
+
+
+def _by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
+    """Returns y and the last state without a kernel."""
+    kernel, biases = operands["kernel"], operands.get("bias_hn")
+    outputs, last_states = [], []
+    for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
+        bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
+        y, last = recurrence(
+            kind.step,
+            kind.state(*(s[index] for s in operands["start"])),
+            Product(kernel[index], bias).gates(kind.gates),
+            of_x,
+            inputs=of_x,
+            rows=rows,
+            reverse=index == 1,
+        )
+        outputs.append(rows.masked(y))
+        last_states.append(tuple(last))
+    return jnp.concatenate(outputs, axis=-1), jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+
+
+def _by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """Calls the foreign function, which takes its operands in the order of this function."""
+    names = ["gates_x", "kernel", "bias_hn", "start"]
+    if call.way == "backward":
+        names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
+    arrays = jax.tree.leaves([operands.get(name) for name in names])
+    # The kernel reads lengths and, unless the array is empty, the restarts of each direction.
+    kernel, rows = operands["kernel"], operands["rows"]
+    directions, (batch, time, _) = len(kernel), operands[names[0]].shape
+    lengths = jnp.full(batch, time, jnp.int32) if rows.lengths is None else rows.lengths
+    reset = jnp.zeros((directions, batch, 0), bool)
+    if rows.reset is not None:
+        reset = jnp.stack([rows.restarts(reverse=index == 1) for index in range(directions)])
+    options = {"reverse": np.int64(2 if directions == 2 else 0), **dict(call.kind.options)}
+    results = _results(call, jax.tree.map(jax.typeof, operands))
+    shapes, tree = jax.tree.flatten([*results.values()])
+    if call.way == "forward":
+        options["keep"] = call.keep
+        unused = 0 if call.keep else call.kind.num_kept
+        shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
+    function = jax.ffi.ffi_call(f"twinscan_{call.kind.name}_{call.way}", shapes)
+    arrays = function(*arrays, lengths, reset, **options)
+    return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
+
+
+def _lowered(ctx, *leaves, call: Call, tree):
+    # `jax.export` refuses foreign functions, because other processes do not have them.
+    exported = ctx.module_context.lowering_parameters.for_export
+    exported = exported and call.way == "forward" and not call.keep
+
+    def function(*leaves):
+        operands = tree.unflatten(leaves)
+        if not exported:
+            return jax.tree.leaves(_by_kernel(call, operands))
+        y, last = _by_xla(call.kind, operands.pop("rows"), operands)
+        return jax.tree.leaves({"y": y, "last": last})
+
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
+
+
+def _refused(*_, **__):
+    raise NotImplementedError("method='native' runs on a CPU only; use method='xla'")
+
+
+mlir.register_lowering(native_p, _refused)
+mlir.register_lowering(native_p, _lowered, platform="cpu")
