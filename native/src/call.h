@@ -1,0 +1,76 @@
+// The arguments and results of the kernels, as plain pointers and sizes.
+//
+// D directions, B rows, T steps, H hidden units and G gates. All arrays are row-major. Direction d
+// has columns [d·G·H, (d+1)·G·H) of the arrays of gates, and [d·H, (d+1)·H) of the outputs.
+#pragma once
+
+#include <cstdint>
+
+namespace twinscan {
+
+enum class Cell { kLstm, kGru, kRnn };
+
+constexpr int gates_of(Cell cell) { return cell == Cell::kLstm ? 4 : cell == Cell::kGru ? 3 : 1; }
+
+// What a forward and a backward call have in common.
+template <typename T>
+struct Scan {
+  int64_t directions = 0, batch = 0, time = 0, hidden = 0;
+  uint64_t reverse = 0;  // bit d is set if direction d runs from the last step to the first
+  bool relu = false;     // an RNN with max(·, 0) in place of tanh
+
+  const T* kernel = nullptr;         // (D, H, G·H)
+  const T* h0 = nullptr;             // (D, B, H)
+  const T* c0 = nullptr;             // (D, B, H), LSTM
+  const int32_t* lengths = nullptr;  // (B): row b has the steps t < lengths[b]
+  const bool* reset = nullptr;       // (D, B, T): the state restarts before step t; or null
+
+  bool reversed(int64_t d) const { return reverse >> d & 1; }
+  bool active(int64_t b, int64_t t) const { return t < lengths[b]; }
+  bool restarts(int64_t d, int64_t b, int64_t t) const {
+    return reset != nullptr && active(b, t) && reset[(d * batch + b) * time + t];
+  }
+};
+
+template <typename T>
+struct Forward : Scan<T> {
+  const T* gates_x = nullptr;  // (B, T, D·G·H): the inputs' part of the gates, with all biases
+  const T* bias_hn = nullptr;  // (D, H), GRU
+
+  T* y = nullptr;  // (B, T, D·H)
+  T* h = nullptr;  // (D, B, H)
+  T* c = nullptr;  // (D, B, H), LSTM
+  // The residuals. Null where no gradient is asked for.
+  T* gates = nullptr;  // (B, T, D·G·H): the gates after their activation, LSTM and GRU
+  T* cells = nullptr;  // (B, T, D·H): c_t, LSTM
+  T* n_h = nullptr;    // (B, T, D·H): h_{t−1} W_hn + b_hn, GRU
+};
+
+template <typename T>
+struct Backward : Scan<T> {
+  const T* dy = nullptr;     // (B, T, D·H)
+  const T* dh = nullptr;     // (D, B, H)
+  const T* dc = nullptr;     // (D, B, H), LSTM
+  const T* y = nullptr;      // (B, T, D·H), GRU and RNN
+  const T* gates = nullptr;  // (B, T, D·G·H), LSTM and GRU
+  const T* cells = nullptr;  // (B, T, D·H), LSTM
+  const T* n_h = nullptr;    // (B, T, D·H), GRU
+
+  T* dgates_x = nullptr;  // (B, T, D·G·H)
+  T* dn_h = nullptr;      // (B, T, D·H), GRU
+  T* dh0 = nullptr;       // (D, B, H)
+  T* dc0 = nullptr;       // (D, B, H), LSTM
+};
+
+// The kernels that were compiled for one instruction set.
+template <typename T>
+struct Kernels {
+  void (*forward)(Cell, const Forward<T>&);
+  void (*backward)(Cell, const Backward<T>&);
+};
+
+// Returns the kernels for the best instruction set that this processor has.
+template <typename T>
+const Kernels<T>& kernels();
+
+}  // namespace twinscan

@@ -1,0 +1,208 @@
+// The entry points that `jax.ffi` registers: check the buffers, and pass them to the kernels.
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace twinscan {
+namespace {
+
+namespace ffi = xla::ffi;
+using Shape = std::initializer_list<int64_t>;
+
+// Takes the buffers of a call one after the other. Remembers the first error.
+template <typename T>
+class Buffers {
+ public:
+  Buffers(ffi::RemainingArgs arguments, ffi::RemainingRets results)
+      : arguments_(arguments), results_(results) {}
+
+  const T* argument(const char* name, Shape shape) { return argument<T>(name, shape); }
+
+  template <typename U>
+  const U* argument(const char* name, Shape shape) {
+    auto buffer = arguments_.get<ffi::AnyBuffer>(argument_++);
+    return buffer ? data<U>(name, *buffer, shape) : fail<U>(buffer.error());
+  }
+
+  T* result(const char* name, Shape shape) {
+    auto buffer = results_.get<ffi::AnyBuffer>(result_++);
+    return buffer ? data<T>(name, **buffer, shape) : fail<T>(buffer.error());
+  }
+
+  // The residuals of a call without gradients have size 0.
+  T* residual(const char* name, Shape shape, bool keep) {
+    if (keep) return result(name, shape);
+    ++result_;
+    return nullptr;
+  }
+
+  // Takes `lengths` and `reset`, which has size 0 where no state restarts.
+  void rows(Scan<T>& scan) {
+    scan.lengths = argument<int32_t>("lengths", {scan.batch});
+    auto reset = arguments_.get<ffi::AnyBuffer>(argument_);
+    if (reset && reset->element_count() == 0) {
+      ++argument_;
+    } else {
+      scan.reset = argument<bool>("reset", {scan.directions, scan.batch, scan.time});
+    }
+  }
+
+  const ffi::Error& error() const { return error_; }
+
+ private:
+  template <typename U>
+  U* data(const char* name, ffi::AnyBuffer buffer, Shape shape) {
+    constexpr auto type = std::is_same_v<U, float>     ? ffi::F32
+                          : std::is_same_v<U, double>  ? ffi::F64
+                          : std::is_same_v<U, int32_t> ? ffi::S32
+                                                       : ffi::PRED;
+    const auto got = buffer.dimensions();
+    if (!std::equal(shape.begin(), shape.end(), got.begin(), got.end())) {
+      return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected shape " +
+                                                 text(shape) + ", got " + text(got)));
+    }
+    if (buffer.element_type() != type) {
+      return fail<U>(ffi::Error::InvalidArgument(
+          std::string(name) + ": expected the type of the other arrays, int32 lengths and bool reset"));
+    }
+    return static_cast<U*>(buffer.untyped_data());
+  }
+
+  template <typename U>
+  U* fail(ffi::Error error) {
+    if (error_.success()) error_ = error;
+    return nullptr;
+  }
+
+  template <typename Sizes>
+  static std::string text(const Sizes& sizes) {
+    std::string joined;
+    for (int64_t size : sizes) joined += (joined.empty() ? "" : ", ") + std::to_string(size);
+    return "(" + joined + ")";
+  }
+
+  ffi::RemainingArgs arguments_;
+  ffi::RemainingRets results_;
+  size_t argument_ = 0, result_ = 0;
+  ffi::Error error_;
+};
+
+template <typename T>
+ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
+  const int64_t d = call.directions, b = call.batch, t = call.time, n = call.hidden;
+  const int64_t gates = gates_of(cell) * n;
+  const bool lstm = cell == Cell::kLstm, gru = cell == Cell::kGru;
+  call.gates_x = buffers.argument("gates_x", {b, t, d * gates});
+  call.kernel = buffers.argument("kernel", {d, n, gates});
+  if (gru) call.bias_hn = buffers.argument("bias_hn", {d, n});
+  call.h0 = buffers.argument("h0", {d, b, n});
+  if (lstm) call.c0 = buffers.argument("c0", {d, b, n});
+  buffers.rows(call);
+  call.y = buffers.result("y", {b, t, d * n});
+  call.h = buffers.result("h", {d, b, n});
+  if (lstm) call.c = buffers.result("c", {d, b, n});
+  if (lstm || gru) call.gates = buffers.residual("gates", {b, t, d * gates}, keep);
+  if (lstm) call.cells = buffers.residual("cells", {b, t, d * n}, keep);
+  if (gru) call.n_h = buffers.residual("n_h", {b, t, d * n}, keep);
+  if (buffers.error().success()) kernels<T>().forward(cell, call);
+  return buffers.error();
+}
+
+template <typename T>
+ffi::Error backward(Cell cell, Backward<T> call, Buffers<T> buffers) {
+  const int64_t d = call.directions, b = call.batch, t = call.time, n = call.hidden;
+  const int64_t gates = gates_of(cell) * n;
+  const bool lstm = cell == Cell::kLstm, gru = cell == Cell::kGru;
+  call.dy = buffers.argument("dy", {b, t, d * n});
+  call.dh = buffers.argument("dh", {d, b, n});
+  if (lstm) call.dc = buffers.argument("dc", {d, b, n});
+  call.kernel = buffers.argument("kernel", {d, n, gates});
+  call.y = buffers.argument("y", {b, t, d * n});
+  call.h0 = buffers.argument("h0", {d, b, n});
+  if (lstm) call.c0 = buffers.argument("c0", {d, b, n});
+  if (lstm || gru) call.gates = buffers.argument("gates", {b, t, d * gates});
+  if (lstm) call.cells = buffers.argument("cells", {b, t, d * n});
+  if (gru) call.n_h = buffers.argument("n_h", {b, t, d * n});
+  buffers.rows(call);
+  call.dgates_x = buffers.result("dgates_x", {b, t, d * gates});
+  call.dh0 = buffers.result("dh0", {d, b, n});
+  if (lstm) call.dc0 = buffers.result("dc0", {d, b, n});
+  if (gru) call.dn_h = buffers.result("dn_h", {b, t, d * n});
+  if (buffers.error().success()) kernels<T>().backward(cell, call);
+  return buffers.error();
+}
+
+// Reads the sizes from the first argument, which has shape (B, T, ·), and a state of shape (D, B, H).
+template <template <typename> class Call>
+ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingArgs arguments,
+               ffi::RemainingRets results) {
+  constexpr bool is_forward = std::is_same_v<Call<float>, Forward<float>>;
+  const auto first = arguments.get<ffi::AnyBuffer>(0);
+  const auto state = arguments.get<ffi::AnyBuffer>(is_forward && cell == Cell::kGru ? 3 : is_forward ? 2 : 1);
+  if (!first || !state || first->dimensions().size() != 3 || state->dimensions().size() != 3) {
+    return ffi::Error::InvalidArgument("expected sequences and states with 3 dimensions");
+  }
+  const auto with_type = [&](auto call) {
+    call.batch = first->dimensions()[0];
+    call.time = first->dimensions()[1];
+    call.directions = state->dimensions()[0];
+    call.hidden = state->dimensions()[2];
+    call.reverse = static_cast<uint64_t>(reverse);
+    call.relu = relu;
+    if constexpr (is_forward) {
+      return forward(cell, call, keep, {arguments, results});
+    } else {
+      return backward(cell, call, {arguments, results});
+    }
+  };
+  if (first->element_type() == ffi::F32) return with_type(Call<float>());
+  if (first->element_type() == ffi::F64) return with_type(Call<double>());
+  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+}
+
+template <Cell cell>
+ffi::Error run_forward(int64_t reverse, bool keep, ffi::RemainingArgs arguments,
+                       ffi::RemainingRets results) {
+  return run<Forward>(cell, false, keep, reverse, arguments, results);
+}
+
+template <Cell cell>
+ffi::Error run_backward(int64_t reverse, ffi::RemainingArgs arguments,
+                        ffi::RemainingRets results) {
+  return run<Backward>(cell, false, false, reverse, arguments, results);
+}
+
+// An RNN has no residuals beyond its output, so `keep` changes nothing.
+ffi::Error run_rnn_forward(int64_t reverse, bool relu, bool keep, ffi::RemainingArgs arguments,
+                           ffi::RemainingRets results) {
+  return run<Forward>(Cell::kRnn, relu, keep, reverse, arguments, results);
+}
+
+ffi::Error run_rnn_backward(int64_t reverse, bool relu, ffi::RemainingArgs arguments,
+                            ffi::RemainingRets results) {
+  return run<Backward>(Cell::kRnn, relu, false, reverse, arguments, results);
+}
+
+auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
+
+}  // namespace
+}  // namespace twinscan
+
+#define TWINSCAN_EXPORT(symbol, function, binding)                                               \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*);   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, twinscan::function,                                      \
+                                (binding).RemainingArgs().RemainingRets())
+
+TWINSCAN_EXPORT(twinscan_lstm_forward, run_forward<twinscan::Cell::kLstm>,
+                twinscan::with_reverse().Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_gru_forward, run_forward<twinscan::Cell::kGru>,
+                twinscan::with_reverse().Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_rnn_forward, run_rnn_forward,
+                twinscan::with_reverse().Attr<bool>("relu").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_lstm_backward, run_backward<twinscan::Cell::kLstm>, twinscan::with_reverse());
+TWINSCAN_EXPORT(twinscan_gru_backward, run_backward<twinscan::Cell::kGru>, twinscan::with_reverse());
+TWINSCAN_EXPORT(twinscan_rnn_backward, run_rnn_backward,
+                twinscan::with_reverse().Attr<bool>("relu"));
