@@ -180,4 +180,5 @@ class _CuDNN(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)  # otherwise the default device would decide
 def _by_platform(forms: tuple[tuple[str, Callable], ...], *args):
-    return jax.lax.platform_dependent(*args, **dict(forms))
+    functions = {platform: partial(form) for platform, form in forms}  # JAX needs weak references
+    return jax.lax.platform_dependent(*args, **functions)

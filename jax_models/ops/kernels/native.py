@@ -27,7 +27,7 @@ from jax_models.ops.rows import Rows
 from jax_models.ops.varying import match_varying_axes
 
 PACKAGE = "twinscan_native"
-BATCH_AXES: dict[str, int | None] = {"kernel": None, "bias_hn": None, "start": 1, "last": 1}
+BATCH_AXES = {"kernel": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
 """The batch axes of the kernels' operands and results that are not 0. The weights have none."""
 
 
@@ -303,7 +303,8 @@ def _before(y, h0, rows: Rows, *, reverse: bool):
     if reverse:
         h = jnp.concatenate([y[:, 1:], h0[:, None]], axis=1)
         if rows.lengths is not None:
-            at_end = jnp.arange(1, 1 + y.shape[1]) == rows.lengths[:, None]
+            ends = jnp.arange(1, 1 + y.shape[1], dtype=rows.lengths.dtype)
+            at_end = ends[None, :] == rows.lengths[:, None]
             h = jnp.where(at_end[..., None], h0[:, None], h)
     else:
         h = jnp.concatenate([h0[:, None], y[:, :-1]], axis=1)

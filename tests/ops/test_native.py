@@ -1,0 +1,318 @@
+"""The kernels of twinscan-native equal XLA's form in every transformation."""
+
+import importlib.util
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_models import GRU, LSTM, RNN, ops
+from parity_tests.engine.bounds.tolerance import assert_same
+
+installed = importlib.util.find_spec("twinscan_native") is not None
+needs_kernels = pytest.mark.skipif(not installed, reason="twinscan-native is not installed")
+
+FEATURES = 3
+LAYERS = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN, "relu": partial(RNN, nonlinearity="relu")}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+LENGTHS = np.array([6, 0, 1, 4])
+RESET = np.random.default_rng(3).random((4, 6)) < 0.3
+
+
+def build(name: str, method: str, hidden: int = 5, dtype=jnp.float64, **options):
+    return LAYERS[name](
+        FEATURES, hidden, method=method, param_dtype=dtype, rngs=nnx.Rngs(0), **options
+    )
+
+
+def problem(layer, batch: int = 4, time: int = 6, **masks):
+    """A pure function of weights, inputs and state, and random values for them."""
+    graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
+    draw = np.random.default_rng(1).standard_normal
+    dtype = layer.param_dtype
+    x = jnp.asarray(draw((batch, time, FEATURES)), dtype)
+    state = jax.tree.map(lambda s: jnp.asarray(draw(s.shape), dtype), layer.init_state(batch))
+
+    def function(weights, x, state):
+        return nnx.merge(graphdef, weights, rest, copy=True)(x, state, **masks)
+
+    return function, (weights, x, state)
+
+
+def loss(results):
+    return sum(jnp.sin(leaf + 0.3).sum() for leaf in jax.tree.leaves(results))
+
+
+def with_gradients(function):
+    """The results of a function, and the gradients of all its arguments."""
+
+    def found(*args):
+        results, pull_back = jax.vjp(function, *args)
+        return results, pull_back(jax.tree.map(lambda y: jnp.cos(y + 0.1), results))
+
+    return found
+
+
+def assert_equals_xla(name: str, transform, *args, options=None, **masks):
+    """`transform(function)(weights, x, state)` is the same with the kernels as without."""
+    results = []
+    for method in ("native", "xla"):
+        function, arguments = problem(build(name, method, **options or {}), *args, **masks)
+        results.append(jax.jit(transform(function))(*arguments))
+    jax.tree.map(partial(assert_same, what="the kernels and XLA"), *results)
+
+
+@needs_kernels
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from([*LAYERS]),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 40)),
+    num_layers=st.integers(1, 2),
+    flags=st.tuples(*[st.booleans()] * 4),
+    data=st.data(),
+)
+def test_equals_xla(name, sizes, num_layers, flags, data):
+    bidirectional, use_bias, padded, packed = flags
+    batch, time, hidden = sizes
+    rng, masks = np.random.default_rng(data.draw(st.integers(0, 99))), {}
+    if padded:
+        masks["lengths"] = rng.integers(0, time, batch, endpoint=True)
+    if packed:
+        masks["reset"] = rng.random((batch, time)) < 0.3
+    stack = {"num_layers": num_layers, "bidirectional": bidirectional, "use_bias": use_bias}
+    with jax.enable_x64(True):
+        options = {"hidden": hidden, **stack}
+        assert_equals_xla(name, with_gradients, batch, time, options=options, **masks)
+
+
+def forward_mode(function):
+    return lambda *args: jax.jvp(function, args, jax.tree.map(jnp.cos, args))
+
+
+def second_derivatives(function):
+    """Hessian-vector products in both orders of the modes, forward and reverse."""
+
+    def found(*args):
+        def of_args(args):
+            return loss(function(*args))
+
+        def gradient(args):
+            return jax.grad(of_args)(args)
+
+        directions = jax.tree.map(jnp.cos, args)
+        forward_over_reverse = jax.jvp(gradient, (args,), (directions,))[1]
+        reverse_over_reverse = jax.grad(lambda args: loss(gradient(args)))(args)
+        return forward_over_reverse, reverse_over_reverse
+
+    return found
+
+
+def of_ensemble(function):
+    """Elements with their own weights, inputs and states, each with its own gradients."""
+
+    def found(weights, x, state):
+        stacked = jax.tree.map(lambda w: jnp.stack([w, 1.5 * w]), (weights, x, state))
+        return jax.vmap(with_gradients(function))(*stacked)
+
+    return found
+
+
+def per_example(function):
+    """Elements with the same weights and states along another axis, each with its own gradients."""
+
+    def found(weights, x, state):
+        xs = jnp.stack([x, 2 * x, x + 1], axis=2)
+        return jax.vmap(with_gradients(function), in_axes=(None, 2, None))(weights, xs, state)
+
+    return found
+
+
+def rematerialized(function):
+    return with_gradients(jax.checkpoint(function))
+
+
+def in_a_scan(function):
+    """Truncated pieces of a sequence in a `lax.scan` that carries the state."""
+
+    def found(weights, x, state):
+        def body(state, x):
+            y, state = function(weights, x, state)
+            return state, y
+
+        return jax.lax.scan(body, state, jnp.stack([x, -x]))
+
+    return with_gradients(found)
+
+
+TRANSFORMS = [
+    *(forward_mode, second_derivatives, of_ensemble, per_example, rematerialized, in_a_scan),
+]
+
+
+@needs_kernels
+@every_layer
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+def test_transformed_equals_xla(name, transform, x64):
+    masks = {"lengths": LENGTHS, "reset": RESET}
+    assert_equals_xla(name, transform, options={"bidirectional": True}, **masks)
+
+
+@needs_kernels
+@every_layer
+def test_elements_with_the_same_weights_are_one_batch(name, x64):
+    """The gradient of the sum needs as many products as that of one element, and two kernels."""
+    function, (weights, x, state) = problem(build(name, "native"))
+
+    def total(weights, x, state):
+        return loss(function(weights, x, state))
+
+    def mapped(weights, x, state):
+        return jax.vmap(total, in_axes=(None, 0, 0))(weights, x, state).sum()
+
+    def hlo(loss, *args) -> str:
+        return jax.jit(jax.grad(loss)).lower(weights, *args).as_text()
+
+    one = hlo(total, x, state)
+    many = hlo(mapped, *jax.tree.map(lambda a: jnp.stack([a, 2 * a, a]), (x, state)))
+    for part, count in {"stablehlo.dot_general": 3, "custom_call @twinscan": 2}.items():
+        assert one.count(part) == many.count(part) == count
+    assert "stablehlo.while" not in many
+
+
+@needs_kernels
+def test_elements_with_their_own_weights_run_one_after_the_other(x64):
+    function, (weights, x, state) = problem(build("LSTM", "native"))
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), weights)
+    mapped = jax.jit(jax.vmap(function, in_axes=(0, None, None)))
+    assert "stablehlo.while" in mapped.lower(stacked, x, state).as_text()
+
+
+@needs_kernels
+def test_a_call_without_gradients_keeps_nothing_for_them():
+    function, arguments = problem(build("LSTM", "native", dtype=jnp.float32))
+    lowered = jax.jit(function).lower(*arguments).as_text()
+    assert "keep = false" in lowered
+    assert "tensor<0xf32>" in lowered
+
+
+def check_on_eight_devices(name: str) -> None:
+    """On eight devices, a `shard_map` over rows and a program that XLA divides equal one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    function, arguments = problem(build(name, "native", bidirectional=True), batch=16)
+    weights, x, state = arguments
+    expected = jax.jit(with_gradients(function))(*arguments)
+    rows = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
+    divided = weights, jax.device_put(x, rows[0]), jax.device_put(state, rows[1])
+    found = [jax.jit(with_gradients(function))(*divided)]
+    for check_vma in (True, False):
+        specs = P(), P("data"), P(None, "data")
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=check_vma
+        )
+        found.append(jax.jit(with_gradients(mapped))(*divided))
+    for each in found:
+        jax.tree.map(partial(assert_same, what="eight devices and one"), each, expected)
+
+
+@needs_kernels
+@pytest.mark.slow
+@every_layer
+def test_eight_devices_equal_one(on_eight_devices, name):
+    on_eight_devices(check_on_eight_devices, name)
+
+
+@needs_kernels
+@pytest.mark.parametrize("hidden", [5, 96])
+def test_sixteen_threads_call_at_once(hidden, x64):
+    function, arguments = problem(build("LSTM", "native", hidden), batch=8, time=20)
+    compiled = jax.jit(with_gradients(function)).lower(*arguments).compile()
+    expected = compiled(*arguments)
+    with ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(compiled, *arguments) for _ in range(200)]
+    for call in calls:
+        jax.tree.map(np.testing.assert_array_equal, call.result(), expected)
+
+
+@needs_kernels
+def test_is_exported_without_the_kernels():
+    layer = build("GRU", "native", dtype=jnp.float32)
+    exported = export.export(jax.jit(lambda x: layer(x)[0]))(X)
+    assert "twinscan" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(X), layer(X)[0], rtol=1e-5)
+
+
+@needs_kernels
+def test_auto_is_native_only_where_the_program_runs_on_a_cpu(monkeypatch):
+    module = sys.modules["jax_models.ops.recurrent_stack"]  # `ops` has a function of this name
+    monkeypatch.setattr(module, "native_pays", lambda *_: True)
+
+    def lowered(name: str, method: str, platform: str) -> str:
+        function, arguments = problem(build(name, method, dtype=jnp.float32), lengths=LENGTHS)
+        traced = jax.jit(with_gradients(function)).trace(*arguments)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    for name in LAYERS:
+        assert lowered(name, "auto", "cpu").count("custom_call @twinscan") == 2
+        assert "stablehlo.while" not in lowered(name, "auto", "cpu")
+        assert "twinscan" not in lowered(name, "auto", "tpu")
+        with pytest.raises(NotImplementedError, match="runs on a CPU only"):
+            lowered(name, "native", "cuda")
+
+
+@needs_kernels
+def test_auto_leaves_what_the_kernels_do_not_support_to_xla(monkeypatch):
+    module = sys.modules["jax_models.ops.recurrent_stack"]
+    monkeypatch.setattr(module, "native_pays", lambda *_: True)
+    for layer, x in REFUSED.values():
+        assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
+
+
+X = jnp.ones((4, 6, FEATURES))
+single = partial(build, dtype=jnp.float32)
+REFUSED = {
+    "no projection": (partial(single, "LSTM", proj_features=2), X),
+    "no peepholes": (partial(single, "LSTM", use_peepholes=True), X),
+    "gru with reset_after": (partial(single, "GRU", reset_after=False), X),
+    "float64, not in bfloat16": (partial(build, "RNN", dtype=jnp.bfloat16), X.astype("bfloat16")),
+    "no empty batches": (partial(single, "RNN"), X[:, :0]),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refuses_with_the_reason_and_the_way_out(reason):
+    layer, x = REFUSED[reason]
+    with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
+        layer(method="native")(x)
+
+
+def test_refuses_symbolic_sizes():
+    layer = build("LSTM", "native", dtype=jnp.float32)
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 6, 3"), jnp.float32)
+    with pytest.raises(NotImplementedError, match="known sizes"):
+        export.export(jax.jit(lambda x: layer(x)[0]))(shape)
+
+
+def test_refuses_another_default_device():
+    layer = build("LSTM", "native", dtype=jnp.float32)
+    state, cells = layer.init_state(4), [cell.arrays() for cell in layer.cells]
+    with jax.default_device("gpu"), pytest.raises(NotImplementedError, match="is a gpu"):
+        ops.lstm_stack(X, state, cells, num_directions=1, method="native")
+
+
+def test_says_how_to_install_the_kernels(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    layer = build("LSTM", "native", dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='xla'"):
+        layer(X)
+    layer = build("LSTM", "auto", dtype=jnp.float32)
+    assert "native" not in str(jax.make_jaxpr(layer.__call__)(X))
