@@ -1,0 +1,37 @@
+// The kernels for one instruction set. CMakeLists.txt compiles this file once for each.
+#include "gru.h"
+#include "lstm.h"
+#include "rnn.h"
+
+namespace twinscan::TWINSCAN_ISA {
+
+template <typename T>
+void forward(Cell cell, const Forward<T>& call) {
+  switch (cell) {
+    case Cell::kLstm:
+      return Loop<ForwardPass<T, LstmForward>>::run(call);
+    case Cell::kGru:
+      return Loop<ForwardPass<T, GruForward>>::run(call);
+    case Cell::kRnn:
+      return Loop<ForwardPass<T, RnnForward>>::run(call);
+  }
+}
+
+template <typename T>
+void backward(Cell cell, const Backward<T>& call) {
+  switch (cell) {
+    case Cell::kLstm:
+      return Loop<BackwardPass<T, LstmBackward>>::run(call);
+    case Cell::kGru:
+      return Loop<BackwardPass<T, GruBackward>>::run(call);
+    case Cell::kRnn:
+      return Loop<BackwardPass<T, RnnBackward>>::run(call);
+  }
+}
+
+extern const Kernels<float> kernels_float32;
+extern const Kernels<double> kernels_float64;
+const Kernels<float> kernels_float32{forward<float>, backward<float>};
+const Kernels<double> kernels_float64{forward<double>, backward<double>};
+
+}  // namespace twinscan::TWINSCAN_ISA
