@@ -19,6 +19,7 @@ from parity_tests.registry.mutation import (
 from parity_tests.registry.torch_nn import torch_nn_cases
 
 gru = partial(paired, architecture="gru", layout="scratch")
+torch_nn = torch_nn_cases("GRU", nn.GRU, GRU)
 
 CASES = [
     gru("GRUScratch", partial(GRU, 5, 6), partial(torch_ref.GRUScratch, 5, 6)),
@@ -32,7 +33,7 @@ CASES = [
         partial(GRU, 5, 6, reset_after=False),
         partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
     ),
-    *torch_nn_cases("GRU", nn.GRU, GRU),
+    *torch_nn,
 ]
 
 

@@ -169,6 +169,13 @@ def test_transformed_equals_xla(name, transform, x64):
 
 @needs_kernels
 @every_layer
+@pytest.mark.parametrize("sizes", [(0, 6), (4, 0)], ids=["no rows", "no steps"])
+def test_empty_equals_xla(name, sizes, x64):
+    assert_equals_xla(name, with_gradients, *sizes, options={"bidirectional": True})
+
+
+@needs_kernels
+@every_layer
 def test_elements_with_the_same_weights_are_one_batch(name, x64):
     """The gradient of the sum needs as many products as that of one element, and two kernels."""
     function, (weights, x, state) = problem(build(name, "native"))
@@ -284,7 +291,6 @@ REFUSED = {
     "no peepholes": (partial(single, "LSTM", use_peepholes=True), X),
     "gru with reset_after": (partial(single, "GRU", reset_after=False), X),
     "float64, not in bfloat16": (partial(build, "RNN", dtype=jnp.bfloat16), X.astype("bfloat16")),
-    "no empty batches": (partial(single, "RNN"), X[:, :0]),
 }
 
 

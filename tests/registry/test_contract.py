@@ -31,6 +31,8 @@ def traced(name: str, dtype, *shapes: tuple[int, ...]):
 @names
 def test_a_bfloat16_layer_has_a_float32_state(name):
     """Rounding a state to bfloat16 at each step would lose much of a long sequence."""
+    if getattr(CASES[name].abstract(), "method", None) == "native":
+        pytest.skip("the kernels have no bfloat16")
     [(y, state)] = traced(name, jnp.bfloat16, CASES[name].inputs().shape)
     assert y.dtype == jnp.bfloat16
     floating = {s.dtype for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.floating)}

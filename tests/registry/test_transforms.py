@@ -24,6 +24,9 @@ NAMES = [
     if "cpu" in case.platforms and not any(method in name for method in OF_ONE_METHOD)
 ]
 rows = pytest.mark.parametrize("name", NAMES)
+on_all_platforms = pytest.mark.parametrize(
+    "name", [name for name in NAMES if len(CASES[name].platforms) == len(PLATFORMS)]
+)
 
 
 def functions(name: str):
@@ -49,7 +52,7 @@ def symbolic(name: str, x, batch, time):
     return jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype)
 
 
-@rows
+@on_all_platforms
 @pytest.mark.parametrize(("batch", "time"), [(BATCH, TIME), ("b", "t")])
 def test_is_exported_for_all_platforms_together(batch, time, name):
     """A layer with an FFT must know the number of steps."""
@@ -64,7 +67,7 @@ def test_is_exported_for_all_platforms_together(batch, time, name):
             exported(params, symbolic(name, x, batch, time))
 
 
-@rows
+@on_all_platforms
 def test_a_stored_program_runs_with_states_at_any_size(name):
     """No class of ours has to be registered before."""
     pytest.importorskip("flatbuffers")

@@ -92,15 +92,15 @@ def native_refusal(
         f"it computes in float32 or in float64, not in {' and '.join(dtypes)}": (
             dtypes not in (["float32"], ["float64"])
         ),
-        "it takes no empty batches, sequences or states": (
-            batch * time * cells[0]["kernel_hh"].size == 0
-        ),
         f"it runs on a CPU, and JAX's default device is a {platform}": platform != "cpu",
-        "the package twinscan-native is not installed (pip install ./native)": (
-            importlib.util.find_spec(PACKAGE) is None
-        ),
+        "the package twinscan-native is not installed (pip install ./native)": (not is_installed()),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_installed() -> bool:
+    """Whether the package that contains the kernels is installed."""
+    return importlib.util.find_spec(PACKAGE) is not None
 
 
 def native_pays(x: Float[Array, "batch time in"], cells: list[dict[str, Array]]) -> bool:
@@ -166,6 +166,8 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
     bias = jnp.concatenate([bias_ih + bias_hh for bias_ih, bias_hh in biases])
     arguments["gates_x"] = affine(x, kernel_ih, bias)
     arguments, rows = match_varying_axes((arguments, rows))
+    if 0 in x.shape[:2]:  # there is nothing to run
+        return _by_xla(kind, rows, arguments)
     results = _call(Call(kind, "forward"), {**arguments, "rows": rows})
     return results["y"], results["last"]
 
