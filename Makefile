@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 ARGS ?=
+INSTALL_NATIVE := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
+	--force-reinstall --no-deps ./native
 
 PYTHONS := 3.11 3.12 3.13
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -19,7 +21,8 @@ endif
 
 .DEFAULT_GOAL := train
 .NOTPARALLEL:
-.PHONY: train test test-all parity tpu-compile lint docs docs-serve bench bench-quick new-venv
+.PHONY: train test test-all parity tpu-compile lint docs docs-serve bench bench-quick native \
+	new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -27,7 +30,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.linters $(VENV)/.without-dependencies
+test-all: $(VENV)/.linters $(VENV)/.without-dependencies $(VENV)/.native
 	$(PYTEST) $(ARGS)
 	$(PYTEST) --optimized $(ARGS)
 
@@ -37,11 +40,15 @@ parity: $(VENV)/.installed
 tpu-compile: $(VENV)/tpu/.installed
 	$(BIN)/python -m tpu_compile $(ARGS)
 
-bench: $(VENV)/.benchmarks $(VENV)/.without-dependencies
+bench: $(VENV)/.benchmarks $(VENV)/.without-dependencies $(VENV)/.native
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-quick: $(VENV)/.benchmarks $(VENV)/.without-dependencies
+bench-quick: $(VENV)/.benchmarks $(VENV)/.without-dependencies $(VENV)/.native
 	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+native: $(VENV)/.installed
+	$(INSTALL_NATIVE)
+	touch $(VENV)/.native
 
 docs: $(VENV)/.docs $(VENV)/.without-dependencies
 	$(BIN)/python -m docs_site $(ARGS)
@@ -85,6 +92,12 @@ $(VENV)/.benchmarks: $(VENV)/.installed
 # needs torch and einops.
 $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
+	touch $@
+
+# The kernels are optional: where they cannot be built, tests and benchmarks run without them.
+$(VENV)/.native: $(VENV)/.installed $(wildcard native/*.* native/*/*.*)
+	@$(INSTALL_NATIVE) >/dev/null 2>&1 \
+		|| echo "twinscan-native was not built and is left out; make native shows why"
 	touch $@
 
 .PHONY: release-check

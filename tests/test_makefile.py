@@ -17,10 +17,10 @@ def fake_python(path: Path, version: str) -> Path:
     return path
 
 
-def make(python: Path | str, venv: Path) -> subprocess.CompletedProcess[str]:
-    """The commands that `make train` would run."""
+def make(python: Path | str, venv: Path, target: str = "train") -> subprocess.CompletedProcess[str]:
+    """The commands that `make train` or another target would run."""
     return subprocess.run(
-        ["make", "--dry-run", "--directory", ROOT, "train", f"PYTHON={python}", f"VENV={venv}"],
+        ["make", "--dry-run", "--directory", ROOT, target, f"PYTHON={python}", f"VENV={venv}"],
         capture_output=True,
         text=True,
         check=False,
@@ -55,3 +55,28 @@ def test_an_environment_of_another_python_is_made_again(of_venv, made, tmp_path)
     assert done.returncode == 0
     assert (f"{python} -m venv --clear {venv}" in done.stdout) == made
     assert ("pip install" in done.stdout) == made
+
+
+@pytest.mark.parametrize(
+    ("target", "builds"),
+    [("train", False), ("test", False), ("test-all", True), ("bench", True), ("native", True)],
+)
+def test_only_those_who_need_the_kernels_build_them(target, builds, tmp_path):
+    done = make(fake_python(tmp_path / "python3.11", "3.11"), tmp_path / "venv", target)
+    assert done.returncode == 0
+    assert ("./native" in done.stdout) == builds
+
+
+@pytest.mark.slow
+def test_kernels_that_cannot_be_built_are_left_out(tmp_path):
+    python, venv = fake_python(tmp_path / "python3.11", "3.11"), tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text(
+        '#!/bin/sh\ncase "$*" in *pip*) exit 1;; esac\necho 3.11\n'
+    )
+    (venv / "bin" / "python").chmod(0o755)
+    (venv / ".installed").touch()
+    command = ["make", "--directory", ROOT, venv / ".native", f"PYTHON={python}", f"VENV={venv}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "twinscan-native was not built and is left out" in done.stdout
+    assert done.stderr == ""

@@ -1,21 +1,38 @@
 """Our layers, and torch's."""
 
+from typing import Any
+
 from flax import nnx
 
 import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
-from benchmarks.problem import OURS, Contenders, Function
+from benchmarks.problem import OURS, CannotSolve, Contenders, Function
 from jax_models import from_torch, to_torch
+from jax_models.ops.kernels.native import is_installed
 
 contenders = Contenders()
 
 
 @contenders.jax(OURS)
 def ours(problem: Gated):
+    """Our layer, with `method="auto"`."""
+    return by_method(problem, "auto")
+
+
+@contenders.jax(f"{OURS}, native")
+def ours_native(problem: Gated):
+    """Our layer by the kernels of twinscan-native."""
+    if not is_installed():
+        raise CannotSolve("twinscan-native is not installed")
+    return by_method(problem, "native")
+
+
+def by_method(problem: Gated, method: str) -> Function:
     """Our layer, as a pure function through `nnx.split`."""
     arrays = problem.arrays()
     x = arrays.pop("x")
-    options = {"bidirectional": problem.bidirectional, "rngs": nnx.Rngs(0)}
+    options: dict[str, Any] = {"bidirectional": problem.bidirectional, "method": method}
+    options["rngs"] = nnx.Rngs(0)
     layer = getattr(jax_models, problem.cell)(problem.hidden, problem.hidden, **options)
     graphdef, weights, rest = nnx.split(from_torch(layer, arrays), nnx.Param, ...)
 

@@ -37,6 +37,8 @@ class Pair(NamedTuple):
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
     """The measured sizes, batch and time first."""
+    native: Callable[..., jax.Array] | None = None
+    """The operator by the kernels of twinscan-native, if there are any."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -183,10 +185,23 @@ def our_gated(run, state_type):
     return ours
 
 
+def native_gated(run, state_type):
+    """The stack of one layer, from the zero state."""
+
+    def native(x, **weights):
+        zero = zeros(x, weights["kernel_hh"].shape[0])[None]
+        state = state_type(*(zero for _ in state_type._fields))
+        options = {"num_directions": 1, "method": "native"}
+        return ops.recurrent_stack(run, x, state, [weights], **options)[0]
+
+    return native
+
+
 def gated(run, state_type, cell, gates: int, *, hoisted: bool) -> Pair:
     """A gated operator, and its plain scan."""
     plain = plain_gated(cell, len(state_type._fields), hoisted=hoisted)
-    return Pair(draw_gated(gates), our_gated(run, state_type), plain, GATED)
+    ours, native = our_gated(run, state_type), native_gated(run, state_type)
+    return Pair(draw_gated(gates), ours, plain, GATED, native)
 
 
 GATED = (
