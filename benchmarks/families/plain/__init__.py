@@ -8,9 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.families.plain.pairs import PAIRS, Pair
-from benchmarks.problem import OURS, CannotSolve, Contenders, Problem, operator
+from benchmarks.problem import OURS, Contenders, Problem, operator
 from benchmarks.report.plot import RowsByAllocator
-from jax_models.ops.kernels.native import is_installed
 
 PLAIN = "plain"
 
@@ -72,14 +71,6 @@ contenders = Contenders()
 def ours(problem: Operator):
     """Our operator, with `method="auto"`."""
     return operator(problem, problem.pair.ours)
-
-
-@contenders.jax(f"{OURS}, native")
-def ours_native(problem: Operator):
-    """Our operator by the kernels of twinscan-native."""
-    if problem.pair.native is None or not is_installed():
-        raise CannotSolve("twinscan-native is not installed, or has no kernel for it")
-    return operator(problem, problem.pair.native)
 
 
 @contenders.jax(PLAIN)

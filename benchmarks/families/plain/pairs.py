@@ -23,6 +23,7 @@ from benchmarks.families.plain.plain_versions import (
     zeros,
 )
 from jax_models import ops
+from jax_models.ops.kernels.native import is_installed
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
@@ -37,8 +38,6 @@ class Pair(NamedTuple):
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
     """The measured sizes, batch and time first."""
-    native: Callable[..., jax.Array] | None = None
-    """The operator by the kernels of twinscan-native, if there are any."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -186,22 +185,28 @@ def our_gated(run, state_type):
 
 
 def native_gated(run, state_type):
-    """The stack of one layer, from the zero state."""
+    """A stack of one layer by the kernels of twinscan-native, from the zero state."""
 
     def native(x, **weights):
         zero = zeros(x, weights["kernel_hh"].shape[0])[None]
         state = state_type(*(zero for _ in state_type._fields))
-        options = {"num_directions": 1, "method": "native"}
-        return ops.recurrent_stack(run, x, state, [weights], **options)[0]
+        return ops.recurrent_stack(run, x, state, [weights], num_directions=1, method="native")[0]
 
     return native
 
 
-def gated(run, state_type, cell, gates: int, *, hoisted: bool) -> Pair:
-    """A gated operator, and its plain scan."""
-    plain = plain_gated(cell, len(state_type._fields), hoisted=hoisted)
-    ours, native = our_gated(run, state_type), native_gated(run, state_type)
-    return Pair(draw_gated(gates), ours, plain, GATED, native)
+def gated(name: str, run, state_type, cell, gates: int) -> dict[str, Pair]:
+    """A gated operator against two plain scans, and by native kernels if they are installed."""
+    draw, ours = draw_gated(gates), our_gated(run, state_type)
+    in_loop, hoisted = (
+        plain_gated(cell, len(state_type._fields), hoisted=hoisted) for hoisted in (False, True)
+    )
+    pairs = {name: Pair(draw, ours, in_loop, GATED)}
+    pairs[f"{name}, hoisted"] = Pair(draw, ours, hoisted, GATED)
+    if is_installed():
+        native = native_gated(run, state_type)
+        pairs[f"{name}, native"] = Pair(draw, native, hoisted, GATED)
+    return pairs
 
 
 GATED = (
@@ -275,12 +280,9 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "min_gru": Pair(draw_min_rnn(2), our_min_rnn(ops.min_gru, 2), plain_min_gru, LAYERS),
     "min_lstm": Pair(draw_min_rnn(3), our_min_rnn(ops.min_lstm, 3), plain_min_lstm, LAYERS),
-    "lstm": gated(ops.lstm, ops.LSTMState, lstm_cell, 4, hoisted=False),
-    "lstm, hoisted": gated(ops.lstm, ops.LSTMState, lstm_cell, 4, hoisted=True),
-    "gru": gated(ops.gru, ops.GRUState, gru_cell, 3, hoisted=False),
-    "gru, hoisted": gated(ops.gru, ops.GRUState, gru_cell, 3, hoisted=True),
-    "rnn": gated(ops.rnn, ops.RNNState, rnn_cell, 1, hoisted=False),
-    "rnn, hoisted": gated(ops.rnn, ops.RNNState, rnn_cell, 1, hoisted=True),
+    **gated("lstm", ops.lstm, ops.LSTMState, lstm_cell, 4),
+    **gated("gru", ops.gru, ops.GRUState, gru_cell, 3),
+    **gated("rnn", ops.rnn, ops.RNNState, rnn_cell, 1),
     "modal_conv": Pair(
         draw_modal_conv,
         our_modal_conv,
