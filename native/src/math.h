@@ -66,13 +66,30 @@ inline Vector<T> sigmoid(Vector<T> x) {
   return (x < 0 ? power : 1 - Vector<T>{}) / (1 + power);
 }
 
-// tanh |x| = −m / (2 + m) with m = e^(−2|x|) − 1
+// tanh |x| is 1 − 2e / (1 + e) with e = e^(−2|x|). Below 0.55 that would cancel: there it is
+// (1 − e) / (1 + e) in float64, and a polynomial of the Cephes library, with fewer roundings, in
+// float32.
 template <typename T>
 inline Vector<T> tanh(Vector<T> x) {
-  const Exp<T> e = exp_of_negative<T>(2 * minus_abs<T>(x));
-  const Vector<T> m = e.scale * e.rest + (e.scale - 1);
-  const Vector<T> minus_tanh = m / (2 + m);
-  return x > 0 ? -minus_tanh : minus_tanh;
+  const Vector<T> minus = minus_abs<T>(x);
+  const Exp<T> e = exp_of_negative<T>(2 * minus);
+  const Vector<T> power = e.scale * e.rest + e.scale;
+  Vector<T> result;  // of −|x|
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const Vector<T> z = x * x;
+    Vector<T> series = z * T(-5.70498872745e-3) + T(2.06390887954e-2);
+    series = series * z + T(-5.37397155531e-2);
+    series = series * z + T(1.33314422036e-1);
+    series = series * z + T(-3.33332819422e-1);
+    const Vector<T> large = 2 * power / (1 + power) - 1;
+    result = minus < T(-0.55) ? large : series * z * minus + minus;
+  } else {
+    const Vector<T> small = e.scale * e.rest + (e.scale - 1);
+    const auto is_large = minus < T(-0.55);
+    const Vector<T> quotient = (is_large ? 2 * power : small) / (1 + power);
+    result = is_large ? quotient - 1 : quotient;
+  }
+  return x > 0 ? -result : result;
 }
 
 }  // namespace twinscan::TWINSCAN_ISA

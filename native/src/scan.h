@@ -12,7 +12,6 @@
 #include "product.h"
 #include "team.h"
 #include "vector.h"
-#include <stdlib.h>
 
 namespace twinscan::TWINSCAN_ISA {
 
@@ -61,6 +60,7 @@ class Loop {
   // How many vectors of a panel belong to one vector of units: in the forward pass one per gate.
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
+  static constexpr int kFewestRows = 8;
 
   Loop(const Call& call, Crew& crew)
       : call_(call),
@@ -81,11 +81,15 @@ class Loop {
     return products < 1e6 ? 1 : 1 << 10;
   }
 
+  // Threads with rows of their own never wait for one another, but each reads all weights at every
+  // step, which takes longer than the multiplications if a thread has only a few rows.
   static Division divide(const Call& call, int64_t blocks, int threads) {
-    const int directions = int(call.directions < threads ? call.directions : threads);
-    const int each = threads / directions;
-    if (getenv("BY_ROWS")) return {directions, each, 1};
-    return {directions, 1, int(blocks < each ? blocks : each)};
+    const auto at_most = [](int64_t count, int64_t limit) {
+      return int(count < 1 ? 1 : count < limit ? count : limit);
+    };
+    const int directions = at_most(call.directions, threads);
+    const int rows = at_most(call.batch / kFewestRows, threads / directions);
+    return {directions, rows, at_most(blocks, threads / directions / rows)};
   }
 
   void lay_out(Arena& arena) {
