@@ -47,7 +47,7 @@ def changed(way: str, change: Change) -> Plant:
 
         return called
 
-    return replaced("jax_models.ops.kernels.native._by_kernel", wrong)
+    return replaced("jax_models.ops.kernels.native.by_kernel", wrong)
 
 
 def from_zero(operands):

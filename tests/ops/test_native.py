@@ -1,6 +1,5 @@
 """The kernels of twinscan-native equal XLA's form in every transformation."""
 
-import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,10 +16,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_models import GRU, LSTM, RNN, ops
+from jax_models.ops.kernels import native
 from parity_tests.engine.bounds.tolerance import assert_same
 
-installed = importlib.util.find_spec("twinscan_native") is not None
-needs_kernels = pytest.mark.skipif(not installed, reason="twinscan-native is not installed")
+needs_kernels = pytest.mark.skipif(
+    not native.is_installed(), reason="twinscan-native is not installed"
+)
 
 FEATURES = 3
 LAYERS = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN, "relu": partial(RNN, nonlinearity="relu")}
@@ -316,7 +317,7 @@ def test_refuses_another_default_device():
 
 
 def test_says_how_to_install_the_kernels(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "is_installed", lambda: False)
     layer = build("LSTM", "native", dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='xla'"):
         layer(X)

@@ -1,15 +1,11 @@
-"""The compiled CPU kernels of the distribution `twinscan-native`, for LSTMs, GRUs and RNNs."""
+"""Layers by the compiled CPU kernels of the distribution `twinscan-native`: LSTM, GRU and RNN."""
 
-import ctypes
-import importlib
-import importlib.util
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
@@ -17,62 +13,24 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
-from jax_models.ops.gru import GRUState, gru, gru_step
+from jax_models.ops.kernels.native_kernels import (
+    GRU,
+    Call,
+    Kind,
+    by_kernel,
+    by_xla,
+    is_installed,
+    kind_of,
+    register,
+    result_shapes,
+)
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.lstm import LSTMState, lstm, lstm_step
-from jax_models.ops.products import Product
-from jax_models.ops.recurrence import State, Step, recurrence
-from jax_models.ops.rnn import STEPS, RNNState, rnn
+from jax_models.ops.recurrence import State
 from jax_models.ops.rows import Rows
 from jax_models.ops.varying import match_varying_axes
 
-PACKAGE = "twinscan_native"
 BATCH_AXES = {"kernel": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
 """The batch axes of the kernels' operands and results that are not 0. The weights have none."""
-
-
-def from_gates_x(step: Callable[[State, Step], State], state: State, now: Step) -> State:
-    """Makes a step whose inputs are the products of x, with the gates side by side."""
-
-    def products(names, h):
-        of_x = jnp.split(now.inputs, len(names), axis=-1)
-        sums = zip(names, of_x, now.products(names, h), strict=True)
-        return [(a, b) if name == "n" else a + b for name, a, b in sums]
-
-    return step(state, now._replace(products=products))
-
-
-class Kind(NamedTuple):
-    """A recurrence for which there are kernels."""
-
-    name: str
-    """The recurrence in the names of the kernels."""
-    gates: str
-    step: Callable[[Any, Step], Any]
-    state: Callable[..., Any]
-    num_kept: int
-    """The number of arrays that the forward kernel keeps for the backward kernel."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Further attributes of the kernels."""
-
-
-LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, num_kept=2)
-GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, num_kept=2)
-RNNS = {
-    name: Kind("rnn", "h", partial(from_gates_x, step), RNNState, 0, (("relu", name == "relu"),))
-    for name, step in STEPS.items()
-}
-
-
-def kind_of(recurrence: Callable) -> Kind | None:
-    """Returns the kind of a recurrence such as `ops.lstm` or `partial(ops.rnn, …)`, or None."""
-    function = getattr(recurrence, "func", recurrence)
-    options = getattr(recurrence, "keywords", {})
-    if function is gru and options.get("reset_after", True):
-        return GRU
-    if function is rnn:
-        return RNNS[options.get("nonlinearity", "tanh")]
-    return LSTM if function is lstm else None
 
 
 def native_refusal(
@@ -93,14 +51,9 @@ def native_refusal(
             dtypes not in (["float32"], ["float64"])
         ),
         f"it runs on a CPU, and JAX's default device is a {platform}": platform != "cpu",
-        "the package twinscan-native is not installed (pip install ./native)": (not is_installed()),
+        "the package twinscan-native is not installed (pip install ./native)": not is_installed(),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def is_installed() -> bool:
-    """Whether the package that contains the kernels is installed."""
-    return importlib.util.find_spec(PACKAGE) is not None
 
 
 def native_pays(x: Float[Array, "batch time in"], cells: list[dict[str, Array]]) -> bool:
@@ -134,22 +87,11 @@ def native_layer(
         The outputs, zero beyond `lengths`, and the last states.
 
     """
-    _register()
+    register()
     kind = kind_of(recurrence)
     assert kind is not None
     y, last = _layer(kind, x, tuple(state), cells, rows)
     return y, kind.state(*last)
-
-
-@cache
-def _register() -> None:
-    """Loads the kernels and registers them with XLA."""
-    library = ctypes.CDLL(importlib.import_module(PACKAGE).path())
-    for kind in (LSTM, GRU, *RNNS.values()):
-        for way in ("forward", "backward"):
-            name = f"twinscan_{kind.name}_{way}"
-            kernel = jax.ffi.pycapsule(getattr(library, name))
-            jax.ffi.register_ffi_target(name, kernel, platform="cpu")
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise each product would be a program of its own
@@ -167,18 +109,9 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
     arguments["gates_x"] = affine(x, kernel_ih, bias)
     arguments, rows = match_varying_axes((arguments, rows))
     if 0 in x.shape[:2]:  # there is nothing to run
-        return _by_xla(kind, rows, arguments)
+        return by_xla(kind, rows, arguments)
     results = _call(Call(kind, "forward"), {**arguments, "rows": rows})
     return results["y"], results["last"]
-
-
-class Call(NamedTuple):
-    """The static arguments of a call of a kernel."""
-
-    kind: Kind
-    way: Literal["forward", "backward"]
-    keep: bool = False
-    """Whether the forward kernel keeps what the backward kernel needs."""
 
 
 native_p = Primitive("native")
@@ -188,22 +121,8 @@ native_p.multiple_results = True
 def _call(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """Calls a kernel. Operands and results have the names in `_results` and `_native`."""
     leaves, tree = jax.tree.flatten(operands)
-    results = jax.tree.structure(_results(call, jax.tree.map(jax.typeof, operands)))
+    results = jax.tree.structure(result_shapes(call, jax.tree.map(jax.typeof, operands)))
     return results.unflatten(native_p.bind(*leaves, call=call, tree=tree))
-
-
-def _results(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """The shapes of a kernel's results, in its order."""
-    kernel, start = operands["kernel"], operands["start"]
-    directions, hidden, gates = kernel.shape
-    batch, time = operands["gates_x" if call.way == "forward" else "y"].shape[:2]
-    of_gates, of_state = (
-        kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
-    )
-    if call.way == "forward":
-        kept = (of_gates, of_state)[: call.kind.num_kept if call.keep else 0]
-        return {"y": of_state, "last": start, "kept": kept}
-    return {"gates_x": of_gates, "start": start} | ({"n_h": of_state} if call.kind == GRU else {})
 
 
 def _batch_axes(operands: dict[str, Any]) -> list[int | None]:
@@ -213,7 +132,7 @@ def _batch_axes(operands: dict[str, Any]) -> list[int | None]:
 
 @native_p.def_abstract_eval
 def _shapes(*operands, call: Call, tree):
-    return jax.tree.leaves(_results(call, tree.unflatten(operands)))
+    return jax.tree.leaves(result_shapes(call, tree.unflatten(operands)))
 
 
 native_p.def_impl(jax.jit(native_p.bind, static_argnames=("call", "tree")))
@@ -246,7 +165,7 @@ def _batch(leaves, axes, *, call: Call, tree):
         return x.reshape(*x.shape[:batch], size, x.shape[batch] // size, *x.shape[batch + 1 :])
 
     results = bind(*map(merged, leaves, axes, batch_axes))
-    result_axes = _batch_axes(_results(call, operands))
+    result_axes = _batch_axes(result_shapes(call, operands))
     return [*map(divided, results, result_axes)], result_axes
 
 
@@ -273,7 +192,7 @@ ad.primitive_jvps[native_p] = _jvp
 def _tangent(kind: Kind, residuals, d_operands):
     """The tangents of y and of the last state, by XLA."""
     operands, rows, *_ = residuals
-    return jax.jvp(partial(_by_xla, kind, rows), (operands,), (d_operands,))[1]
+    return jax.jvp(partial(by_xla, kind, rows), (operands,), (d_operands,))[1]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -320,56 +239,11 @@ def _gradient_jvp(kind: Kind, primals, tangents):
     (operands, rows, *_), gradients = primals
     (d_operands, *_), d_gradients = tangents
 
-    def by_xla(operands, gradients):
-        return jax.vjp(partial(_by_xla, kind, rows), operands)[1](gradients)[0]
+    def gradient(operands, gradients):
+        return jax.vjp(partial(by_xla, kind, rows), operands)[1](gradients)[0]
 
-    d_found = jax.jvp(by_xla, (operands, gradients), (d_operands, d_gradients))[1]
+    d_found = jax.jvp(gradient, (operands, gradients), (d_operands, d_gradients))[1]
     return _gradient(kind, *primals), d_found
-
-
-def _by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
-    """Returns y and the last state without a kernel."""
-    kernel, biases = operands["kernel"], operands.get("bias_hn")
-    outputs, last_states = [], []
-    for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
-        bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
-        y, last = recurrence(
-            kind.step,
-            kind.state(*(s[index] for s in operands["start"])),
-            Product(kernel[index], bias).gates(kind.gates),
-            of_x,
-            inputs=of_x,
-            rows=rows,
-            reverse=index == 1,
-        )
-        outputs.append(rows.masked(y))
-        last_states.append(tuple(last))
-    return jnp.concatenate(outputs, axis=-1), jax.tree.map(lambda *s: jnp.stack(s), *last_states)
-
-
-def _by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """Calls the foreign function, which takes its operands in the order of this function."""
-    names = ["gates_x", "kernel", "bias_hn", "start"]
-    if call.way == "backward":
-        names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
-    arrays = jax.tree.leaves([operands.get(name) for name in names])
-    # The kernel reads lengths and, unless the array is empty, the restarts of each direction.
-    kernel, rows = operands["kernel"], operands["rows"]
-    directions, (batch, time, _) = len(kernel), operands[names[0]].shape
-    lengths = jnp.full(batch, time, jnp.int32) if rows.lengths is None else rows.lengths
-    reset = jnp.zeros((directions, batch, 0), bool)
-    if rows.reset is not None:
-        reset = jnp.stack([rows.restarts(reverse=index == 1) for index in range(directions)])
-    options = {"reverse": np.int64(2 if directions == 2 else 0), **dict(call.kind.options)}
-    results = _results(call, jax.tree.map(jax.typeof, operands))
-    shapes, tree = jax.tree.flatten([*results.values()])
-    if call.way == "forward":
-        options["keep"] = call.keep
-        unused = 0 if call.keep else call.kind.num_kept
-        shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
-    function = jax.ffi.ffi_call(f"twinscan_{call.kind.name}_{call.way}", shapes)
-    arrays = function(*arrays, lengths, reset, **options)
-    return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
 
 
 def _lowered(ctx, *leaves, call: Call, tree):
@@ -380,8 +254,8 @@ def _lowered(ctx, *leaves, call: Call, tree):
     def function(*leaves):
         operands = tree.unflatten(leaves)
         if not exported:
-            return jax.tree.leaves(_by_kernel(call, operands))
-        y, last = _by_xla(call.kind, operands.pop("rows"), operands)
+            return jax.tree.leaves(by_kernel(call, operands))
+        y, last = by_xla(call.kind, operands.pop("rows"), operands)
         return jax.tree.leaves({"y": y, "last": last})
 
     return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)

@@ -1,0 +1,150 @@
+"""The kernels of the distribution `twinscan-native` as functions, and the same functions by XLA."""
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_models.ops.gru import GRUState, gru, gru_step
+from jax_models.ops.lstm import LSTMState, lstm, lstm_step
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import State, Step, recurrence
+from jax_models.ops.rnn import STEPS, RNNState, rnn
+from jax_models.ops.rows import Rows
+
+PACKAGE = "twinscan_native"
+
+
+@cache
+def is_installed() -> bool:
+    """Whether the package that contains the kernels is installed."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+@cache
+def register() -> None:
+    """Loads the kernels and registers them with XLA."""
+    library = ctypes.CDLL(importlib.import_module(PACKAGE).path())
+    for kind in (LSTM, GRU, *RNNS.values()):
+        for way in ("forward", "backward"):
+            name = f"twinscan_{kind.name}_{way}"
+            kernel = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, kernel, platform="cpu")
+
+
+def from_gates_x(step: Callable[[State, Step], State], state: State, now: Step) -> State:
+    """Makes a step whose inputs are the products of x, with the gates side by side."""
+
+    def products(names, h):
+        of_x = jnp.split(now.inputs, len(names), axis=-1)
+        sums = zip(names, of_x, now.products(names, h), strict=True)
+        return [(a, b) if name == "n" else a + b for name, a, b in sums]
+
+    return step(state, now._replace(products=products))
+
+
+class Kind(NamedTuple):
+    """A recurrence for which there are kernels."""
+
+    name: str
+    """The recurrence in the names of the kernels."""
+    gates: str
+    step: Callable[[Any, Step], Any]
+    state: Callable[..., Any]
+    num_kept: int
+    """The number of arrays that the forward kernel keeps for the backward kernel."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further attributes of the kernels."""
+
+
+LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, num_kept=2)
+GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, num_kept=2)
+RNNS = {
+    name: Kind("rnn", "h", partial(from_gates_x, step), RNNState, 0, (("relu", name == "relu"),))
+    for name, step in STEPS.items()
+}
+
+
+def kind_of(recurrence: Callable) -> Kind | None:
+    """Returns the kind of a recurrence such as `ops.lstm` or `partial(ops.rnn, …)`, or None."""
+    function = getattr(recurrence, "func", recurrence)
+    options = getattr(recurrence, "keywords", {})
+    if function is gru and options.get("reset_after", True):
+        return GRU
+    if function is rnn:
+        return RNNS[options.get("nonlinearity", "tanh")]
+    return LSTM if function is lstm else None
+
+
+class Call(NamedTuple):
+    """The static arguments of a call of a kernel."""
+
+    kind: Kind
+    way: Literal["forward", "backward"]
+    keep: bool = False
+    """Whether the forward kernel keeps what the backward kernel needs."""
+
+
+def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """The shapes of a kernel's results, in its order."""
+    kernel, start = operands["kernel"], operands["start"]
+    directions, hidden, gates = kernel.shape
+    batch, time = operands["gates_x" if call.way == "forward" else "y"].shape[:2]
+    of_gates, of_state = (
+        kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
+    )
+    if call.way == "forward":
+        kept = (of_gates, of_state)[: call.kind.num_kept if call.keep else 0]
+        return {"y": of_state, "last": start, "kept": kept}
+    return {"gates_x": of_gates, "start": start} | ({"n_h": of_state} if call.kind == GRU else {})
+
+
+def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """Calls the foreign function, which takes its operands in the order of this function."""
+    names = ["gates_x", "kernel", "bias_hn", "start"]
+    if call.way == "backward":
+        names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
+    arrays = jax.tree.leaves([operands.get(name) for name in names])
+    # The kernel reads lengths and, unless the array is empty, the restarts of each direction.
+    kernel, rows = operands["kernel"], operands["rows"]
+    directions, (batch, time, _) = len(kernel), operands[names[0]].shape
+    lengths = jnp.full(batch, time, jnp.int32) if rows.lengths is None else rows.lengths
+    reset = jnp.zeros((directions, batch, 0), bool)
+    if rows.reset is not None:
+        reset = jnp.stack([rows.restarts(reverse=index == 1) for index in range(directions)])
+    options = {"reverse": np.int64(2 if directions == 2 else 0), **dict(call.kind.options)}
+    results = result_shapes(call, jax.tree.map(jax.typeof, operands))
+    shapes, tree = jax.tree.flatten([*results.values()])
+    if call.way == "forward":
+        options["keep"] = call.keep
+        unused = 0 if call.keep else call.kind.num_kept
+        shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
+    function = jax.ffi.ffi_call(f"twinscan_{call.kind.name}_{call.way}", shapes)
+    arrays = function(*arrays, lengths, reset, **options)
+    return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
+
+
+def by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
+    """Returns y and the last state without a kernel."""
+    kernel, biases = operands["kernel"], operands.get("bias_hn")
+    outputs, last_states = [], []
+    for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
+        bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
+        y, last = recurrence(
+            kind.step,
+            kind.state(*(s[index] for s in operands["start"])),
+            Product(kernel[index], bias).gates(kind.gates),
+            of_x,
+            inputs=of_x,
+            rows=rows,
+            reverse=index == 1,
+        )
+        outputs.append(rows.masked(y))
+        last_states.append(tuple(last))
+    return jnp.concatenate(outputs, axis=-1), jax.tree.map(lambda *s: jnp.stack(s), *last_states)
