@@ -48,6 +48,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "GRU": lambda width, **options: m.GRU(width, width, **options),
     "MinGRU": lambda width, **options: m.MinGRU(width, width, **options),
     "Hawk": partial(m.Hawk, parameterization="softplus"),
+    "Hawk, direct": m.Hawk,
     "RWKVBlock": m.RWKVBlock,
     "RWKV6Block": partial(m.RWKV6Block, head_size=16),
     "RWKV7Block": partial(m.RWKV7Block, head_size=16, layer_index=0),

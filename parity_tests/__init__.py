@@ -48,7 +48,14 @@ def __getattr__(name: str) -> Any:
     room = next((room for room, names in ROOMS.items() if name in names), None)
     if room is None:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    value = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{name}: {error.name} is not installed: run pip install '.[torch]' in a clone of "
+            "twinscan",
+            name=error.name,
+        ) from error
     globals()[name] = value
     return value
 

@@ -211,6 +211,21 @@ except SystemExit as stop:
     assert run(BLOCKED + code) == needed
 
 
+def test_a_function_of_parity_tests_names_what_is_not_installed():
+    code = """
+import sys
+sys.modules["torch"] = None
+import parity_tests
+for name in parity_tests.__all__:
+    try:
+        getattr(parity_tests, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    needed = "torch is not installed: run pip install '.[torch]' in a clone of twinscan\n"
+    assert run(code) == f"compare_training: {needed}draft_table: {needed}"
+
+
 @pytest.mark.parametrize("package", ["jax_models", "torch_ref"])
 def test_the_package_gathers_the_public_names_of_its_modules(package):
     """A new module needs only a line `from … import *` in the package."""

@@ -155,12 +155,13 @@ def config_to_start_from(start: EarlyArguments) -> TrainConfig:
 
 
 def config_of_checkpoint(config: TrainConfig, path: Path, chosen: str | None) -> TrainConfig:
-    """The config with the model and the vocabulary of a checkpoint, if they can be determined.
+    """The config with the model of a checkpoint, and with its vocabulary if that is known.
 
     If the user has `chosen` another tokenizer, the checkpoint's end-of-text token is not used.
     """
-    if (model := model_config_of(path)) is not None:
-        config = dataclasses.replace(config, model=model)
+    model = model_config_of(path)
+    limit = getattr(model, "context_length", None) or config.window
+    config = dataclasses.replace(config, model=model, window=min(config.window, limit))
     if (tokenizer := tokenizer_of(config.model, path)) is None:
         return config
     config = dataclasses.replace(config, tokenizer=tokenizer)
@@ -206,17 +207,22 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
 
 
 def config_of_new_run(
-    config: TrainConfig, preset: TrainConfig, vocabulary: Vocabulary
+    config: TrainConfig, default_size: int | None, vocabulary: Vocabulary
 ) -> TrainConfig:
-    """Sets the model's `vocab_size` to the vocabulary's, unless the user chose a larger one."""
+    """Sets the model's `vocab_size` to the vocabulary's if it is the default.
+
+    Raises:
+        CommandLineError: another `vocab_size` is smaller than the vocabulary.
+
+    """
     size = config.model.vocab_size
-    if size != preset.model.vocab_size and size < len(vocabulary):
+    if size == default_size:
+        size = len(vocabulary)
+    if size < len(vocabulary):
         raise CommandLineError(
             f"--model.vocab-size: expected at least {len(vocabulary)}, the vocabulary's "
             f"{vocabulary.unit}s, got {size}"
         )
-    if size == preset.model.vocab_size:
-        size = len(vocabulary)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
@@ -296,11 +302,13 @@ def make_plan(arguments: Arguments) -> Plan:
         tokenizer=absolute_tokenizer(config.tokenizer),
     )
     # Fill in the options that depend on the text or on the length of the run, and the folder.
-    preset = PRESETS[arguments.preset or DEFAULT_PRESET]
     if not arguments.keep_warmup:
         config = with_short_warmup(config)
     if arguments.resume is None:
-        config = config_of_new_run(config, preset, vocabulary)
+        has_own_size = config.init is not None and arguments.preset is None
+        preset = PRESETS[arguments.preset or DEFAULT_PRESET]
+        default_size = None if has_own_size else preset.model.vocab_size
+        config = config_of_new_run(config, default_size, vocabulary)
         name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_models import LanguageModelConfig, from_torch
 from jax_models.entry_points import broken_packages
-from jax_models.models.architecture import ENTRY_POINTS, architectures
+from jax_models.models.architecture import ENTRY_POINTS
 from jax_models.models.load import config_of, without_other_parts
 from jax_models.weights.checkpoint import open_checkpoint
 from train.digest import dtypes_and_shapes
@@ -18,6 +18,7 @@ from train.step import Trainer
 from twinscan.command_line import CommandLineError
 
 FLAG = "--init: "
+OPTIONS = "the --preset and --model.… options"
 
 
 def initialize(trainer: Trainer, path: Path) -> None:
@@ -45,7 +46,9 @@ def initialize(trainer: Trainer, path: Path) -> None:
             try:
                 params = nnx.state(from_torch(model, weights), nnx.Param)
             except ValueError as error:
-                raise ValueError(f"{error}{broken_packages(ENTRY_POINTS)}") from None
+                broken = broken_packages(ENTRY_POINTS)
+                hint = f"; if the model of the checkpoint has other sizes, give {OPTIONS}"
+                raise ValueError(f"{error}{broken}{hint}") from None
     trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
 
 
@@ -54,20 +57,21 @@ def is_run(path: Path) -> bool:
     return (path / VOCABULARY).exists()
 
 
-def model_config_of(path: Path) -> LanguageModelConfig | None:
-    """The config of a checkpoint's language model; None if nothing says which model it is.
+def model_config_of(path: Path) -> LanguageModelConfig:
+    """The config of a checkpoint's language model.
 
     Raises:
         CommandLineError: the checkpoint is missing, damaged, or that of a model that is not
-            supported.
+            supported, or the weights do not determine the config.
 
     """
     with faults_of_checkpoint(path, FLAG):
         checkpoint = open_checkpoint(path)
-        is_named = (checkpoint.config or {}).get("model_type") is not None
-        if not (is_named or any(each.recognizes(checkpoint.weights) for each in architectures())):
-            return None  # `initialize` then lists all differences from the model of the options
-        config = config_of(*checkpoint)
+        try:
+            config = config_of(*checkpoint)
+        except ValueError as error:
+            hint = f"; to describe the model yourself, give {OPTIONS}"
+            raise ValueError(f"{error}{'' if checkpoint.config else hint}") from None
         if not isinstance(config, LanguageModelConfig):
             raise ValueError(f"expected a language model, got a {config.family}")
         return config

@@ -25,6 +25,9 @@ ENTRY_POINTS = "twinscan.models"
 
 Fields = Mapping[str, Any]
 
+UNDETERMINED = object()
+"""A source for `Layout.sizes`: the caller must give the field, because no shape determines it."""
+
 
 class Size(NamedTuple):
     """A field of a config that is the size of one axis of one weight.
@@ -68,7 +71,7 @@ class Layout(NamedTuple):
     The source of a field is a `Size`, a function of the `Checkpoint` and of the fields before it,
     or a constant. It can also be a tuple of `Size`s, whose last item may be any source: the first
     `Size` whose weight exists is used, otherwise the last item. `...` stands for the field's
-    default.
+    default, and `UNDETERMINED` for a field that the caller must give.
     """
 
 
@@ -158,7 +161,9 @@ class ModelConfig(CheckedFields):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Substrings of keys that identify a checkpoint if no config.json names the model."""
+    """Substrings of keys that identify a checkpoint if no config.json names the model. Without
+    marks, a layout's embedding, blocks and last norm identify it.
+    """
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
     `load_pretrained` leaves them out, and a warning lists them.
@@ -167,8 +172,6 @@ class ModelConfig(CheckedFields):
     """Endings of the keys of weights that the model reads in at least float32. If a checkpoint has
     them in a wider dtype than all others, `load_pretrained` keeps both dtypes.
     """
-    undetermined: ClassVar[tuple[str, ...]] = ()
-    """The fields that `from_state_dict` must be given, because no shape determines them."""
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
@@ -179,7 +182,14 @@ class ModelConfig(CheckedFields):
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
         """Whether these are the keys of a model of this class."""
-        return any(mark in key for key in keys for mark in cls.marks)
+        if cls.marks:
+            return any(mark in key for key in keys for mark in cls.marks)
+        names = {*keys}
+        return any(
+            {layout.embedding, layout.norm} <= names
+            and any(name.startswith(f"{layout.blocks}.") for name in names)
+            for layout in cls.layouts.values()
+        )
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
@@ -194,10 +204,11 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def layout_keys(cls) -> list[set[str]]:
-        """For each layout, the keys from which the sizes of block 0 and the vocabulary are read."""
+        """For each layout, the keys of embedding and last norm, and of the sizes of block 0."""
         return [
             {
                 layout.embedding,
+                layout.norm,
                 *(
                     whole_key(layout, key)
                     for source in layout.sizes.values()
@@ -258,8 +269,12 @@ class ModelConfig(CheckedFields):
             **options,
         }
         for name, source in layout.sizes.items():
-            if name not in options and (value := checkpoint.field(source, fields)) is not ...:
-                fields[name] = value
+            if name in options or (value := checkpoint.field(source, fields)) is ...:
+                continue
+            if value is UNDETERMINED and not checkpoint.missing:
+                folder = ", or load the folder with the config.json" if cls.model_types else ""
+                raise ValueError(f"{name}: no shape determines it; pass {name}=…{folder}")
+            fields[name] = value
         if checkpoint.missing:
             names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
             lacks = f"not a checkpoint of {cls.family}: it has no {names}"
@@ -267,12 +282,7 @@ class ModelConfig(CheckedFields):
         # Drop a field that the config does not have: a recurrent model has no `features` of its
         # own.
         known = {*options, *cls.field_types()}
-        config = cls(**{name: value for name, value in fields.items() if name in known})
-        for name in config.undetermined:
-            if name not in options:
-                folder = ", or load the folder with the config.json" if cls.model_types else ""
-                raise ValueError(f"{name}: no shape determines it; pass {name}=…{folder}")
-        return config
+        return cls(**{name: value for name, value in fields.items() if name in known})
 
 
 Config = TypeVar("Config", bound=ModelConfig)

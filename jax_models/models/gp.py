@@ -12,7 +12,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.self_attention import SelfAttentionBlock
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
+from jax_models.models.architecture import UNDETERMINED, Checkpoint, Fields, Layout, Size, has
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
@@ -59,6 +59,8 @@ class GPModelConfig(StackConfig):
                 "embed_features": (Size("*.filter.mlp.0.weight", 1), ...),
                 "mlp_features": (Size("*.filter.mlp.0.weight", 0), ...),
                 "num_filter_layers": _num_filter_layers,
+                "implicit": has("*.filter.mlp.0.weight", UNDETERMINED, ...),
+                "num_heads": has("*.self_attn.attn.in_proj_weight", UNDETERMINED, ...),
             },
         )
     }
@@ -95,13 +97,6 @@ class GPModelConfig(StackConfig):
     """Rate of the dropout in the blocks."""
     embedding_dropout_rate: Rate = 0.0
     """Rate of the dropout of the embeddings."""
-
-    @property
-    def undetermined(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-    ) -> tuple[str, ...]:
-        """The fields that `from_state_dict` must be given for this kind of block."""
-        return {"attention": ("num_heads",), "authentic-hyena": ("implicit",)}.get(self.block, ())
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:

@@ -144,7 +144,6 @@ class GatedDeltaNetConfig(HybridConfig):
     float32_keys: ClassVar = tuple(
         f".linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "o_norm.weight")
     )
-    undetermined: ClassVar = ("num_key_heads",)
     hf_fields: ClassVar = HybridConfig.hf_fields | {
         "attention_bias": "attention_bias",
         "linear_num_key_heads": "num_key_heads",

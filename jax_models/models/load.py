@@ -71,11 +71,11 @@ def load_pretrained(
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
     and 7 (BlinkDL's files, fla's, transformers'), Qwen3.5 (the text part), OLMo Hybrid, LFM2,
-    HyenaDNA, hippogriff, silero-VAD and the models that other packages declare. The weights may be
-    files of safetensors or `torch.save`, either whole or in shards that an index file lists, or an
-    orbax folder. Keys, shapes and the config.json identify the model. No weights are initialized at
-    random. Each weight is read when its parameter is created, so loading needs little more memory
-    than the model itself.
+    HyenaDNA, hippogriff, silero-VAD, the files that `twinscan export` writes, and the models that
+    other packages declare. The weights may be files of safetensors or `torch.save`, either whole or
+    in shards that an index file lists, or an orbax folder. Keys, shapes and the config.json
+    identify the model. No weights are initialized at random. Each weight is read when its parameter
+    is created, so loading needs little more memory than the model itself.
 
     Args:
         path: the checkpoint file, or the folder that contains it.
@@ -157,7 +157,7 @@ def config_of(
     """
     checked_mapping("state_dict", weights)
     # A config.json names the model. Without one, the keys identify it.
-    known = [each for each in architectures(kind) if each.marks or each.model_types]
+    known = architectures(kind)
     names, broken = ", ".join(each.family for each in known), broken_packages(ENTRY_POINTS)
     keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
     if model_type is not None:
@@ -175,7 +175,8 @@ def config_of(
             raise ValueError(f"state_dict: {place}")
         others = filter(None, (each.confused_with(keys) for each in known))
         some = ", ".join(joined(sorted(keys))[:3]) or "no keys"
-        got = next(others, f"another model (it has {some})")
+        own = "; from_torch reads it into a model or layer that you build"
+        got = next(others, f"another model (it has {some}){own}")
         raise ValueError(f"state_dict: expected one of {names}, got {got}{broken}")
     config = found[0].from_checkpoint(weights, fields, **options)
     # Most configs are read from the weights alone, so the config.json may contradict them.

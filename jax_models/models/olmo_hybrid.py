@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.gated_delta_net import bias_of_log_uniform, log_of_uniform
-from jax_models.models.architecture import Size, has, tied_head
+from jax_models.models.architecture import UNDETERMINED, Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
@@ -34,14 +34,16 @@ def _sizes(conv: str) -> dict[str, Any]:
     return {
         "mlp_features": Size("*.mlp.gate_proj.weight", 0),
         "block_types": kinds_by_key("*.linear_attn.A_log", LINEAR, FULL),
+        "num_heads": UNDETERMINED,
         "head_features": rows(
-            "self_attn.q_proj.weight", lambda size, fields: size // fields.get("num_heads", 1)
+            "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
         ),
         "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
         "num_value_heads": rows("linear_attn.A_log", rank=1),
         "value_features": rows("linear_attn.o_norm.weight", rank=1),
+        "num_key_heads": UNDETERMINED,
         "key_features": rows(
-            "linear_attn.q_proj.weight", lambda size, fields: size // fields.get("num_key_heads", 1)
+            "linear_attn.q_proj.weight", lambda size, fields: size // fields["num_key_heads"]
         ),
         "kernel_size": (Size(f"*.linear_attn.{conv}.weight", 2, rank=3), ...),
         "attention_bias": has("*.self_attn.q_proj.bias"),
@@ -61,7 +63,6 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
     model_types: ClassVar = ("olmo_hybrid",)
     marks: ClassVar = (".linear_attn.g_proj.",)
     left_out: ClassVar = ("mtp.",)
-    undetermined: ClassVar = ("num_key_heads", "num_heads")
     post_normed: ClassVar = (FULL,)
     block_keys: ClassVar = {
         "hf": {

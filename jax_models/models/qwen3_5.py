@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, Unpack
 
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import Fields, Size, has, tied_head
+from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
@@ -28,7 +28,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def _key_features(channels: int, fields: Fields) -> int:
     """The size of a key head, from the number of channels of the queries, keys and values."""
     of_keys = channels - fields["num_value_heads"] * fields["value_features"]
-    return of_keys // (2 * fields.get("num_key_heads", 1))
+    return of_keys // (2 * fields["num_key_heads"])
 
 
 SIZES = {
@@ -39,6 +39,7 @@ SIZES = {
     "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
     "num_value_heads": rows("linear_attn.A_log", rank=1),
     "value_features": rows("linear_attn.norm.weight", rank=1),
+    "num_key_heads": UNDETERMINED,
     "key_features": rows("linear_attn.conv1d.weight", _key_features, rank=3),
     "kernel_size": (Size("*.linear_attn.conv1d.weight", 2, rank=3), ...),
     "attention_bias": has("*.self_attn.q_proj.bias"),

@@ -4,6 +4,7 @@ Supported are files of safetensors and torch.save, either single or in shards th
 lists, and orbax folders. When a file is opened, everything except its values is checked.
 """
 
+import errno
 import json
 import mmap
 import os
@@ -23,6 +24,8 @@ from jax_models.weights.stored import StoredArray, dtype_of
 SAFETENSORS, TORCH = (".safetensors",), (".pth", ".pt", ".bin", ".ckpt")
 INDEX = "*.index.json"
 CONFIG = "config.json"
+OF_RUN = ("vocabulary.json", "checkpoints")
+"""What the folder of a run of `twinscan train` holds."""
 ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 MODEL_ENTRIES = ("state_dict", "model_state_dict", "model")
 """The names that training programs give to the entry with the model's weights."""
@@ -46,15 +49,24 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         TypeError: `path` is not a path.
         OSError: a file is missing or cannot be opened.
         ValueError: a file is damaged or is not a checkpoint, or the folder contains no checkpoint
-            or several.
+            or several, or is that of a run.
 
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected that of a file or a folder, got {type(path).__name__}")
     path = Path(path)
+    if len(path.parts) == 2 and not path.parent.exists():
+        hint = "for a repository of Hugging Face, give the folder into which you downloaded it"
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {hint}", str(path))
     path.stat()
     if path.is_file():
         return Checkpoint(weights_in(path), None)
+    # A run's newest weights are in its checkpoints, and its config has fields that no shape tells.
+    if all((path / name).exists() for name in OF_RUN):
+        raise ValueError(
+            f"{path.name}: expected a checkpoint, got the folder of a run: use --run on the "
+            "command line, or train.run.Run.open(Path(…)).model() in Python"
+        )
     config = json_object(path / CONFIG) if (path / CONFIG).exists() else None
     if any((path / name).exists() for name in ORBAX_FILES):
         return Checkpoint(_orbax_weights(path), config)
@@ -243,13 +255,20 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
         ".".join(at).removeprefix("params."): StoredArray(
             tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at)
         )
-        for at, leaf in _leaves(tree)
+        for at, leaf in _leaves(tree, path.name)
     }
 
 
-def _leaves(tree: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def _leaves(
+    tree: Mapping[str, Any], name: str, at: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*at, key))
+            yield from _leaves(value, name, (*at, key))
+        elif not hasattr(value, "shape"):
+            raise ValueError(
+                f"{name}: expected dictionaries of arrays, got a {type(value).__name__} in "
+                f"{'.'.join((*at, key))}; save the weights alone, without the optimizer's state"
+            )
         else:
             yield (*at, key), value

@@ -28,6 +28,8 @@ OTHER_FILES = {
     rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar": "an archive: unpack it first",
     rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program",
     rb"\(?[cdl](p\d|\w+(\.\w+)*)\n": "a pickle of another program",
+    rb"\x08[\x01-\x1f][\x12:]": "an ONNX model: give from_onnx the result of onnx.load",
+    rb"\s*[{[]": "a JSON text: give the file of the weights, or their folder",
     rb"\Z": "empty: download it again",
     rb"[\t\n\r -~\x80-\xff]+\Z": "a text: download the file itself",
 }
@@ -151,6 +153,11 @@ def _reason(file: BinaryIO, error: Exception) -> str:
             names = {Path(name).name for name in archive.namelist()}
         if "constants.pkl" in names:
             return "a TorchScript file: read it with torch.jit.load(path).state_dict()"
+        if "model.weights.h5" in names:
+            return (
+                "not a file of torch.save, it is a Keras model: give from_keras a layer of the "
+                "result of keras.models.load_model"
+            )
         if any(name.endswith(".npy") for name in names):
             return "not a file of torch.save, it is an archive of NumPy: read it with numpy.load"
         if "data.pkl" not in names:

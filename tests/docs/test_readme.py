@@ -149,9 +149,9 @@ def test_commands_and_their_options_exist(page):
 
 
 def test_the_pages_name_every_architecture():
-    """The README and training.md name presets, pretrained.md names families."""
+    """architectures.md and training.md name presets, pretrained.md names families."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    presets = pages["README.md"] + pages["training.md"]
+    presets = pages["architectures.md"] + pages["training.md"]
     assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}
     known = {config.family for config in architectures() if config.marks or config.model_types}
     rows = r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)"

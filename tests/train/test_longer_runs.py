@@ -224,7 +224,7 @@ def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
     [
         ("", ["--model.hidden-features", "16"], "head.kernel:"),
         ("", ["--model.num-layers", "2"], "blocks.cells.1.bias_hh:"),
-        ("twin.safetensors", [], "--init: .*twin.safetensors: "),
+        ("twin.safetensors", ["--preset", "all-work"], "--init: .*twin.safetensors: "),
         ("config.json", [], "config.json: "),
         ("checkpoints", [], "checkpoints:"),
         ("", ["--resume", "x"], "--init: a run is resumed with its own weights"),

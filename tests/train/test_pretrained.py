@@ -2,8 +2,10 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ from jax_models import (
 )
 from train import convert, published_vocabulary
 from train import generate as command
+from train.config import PRESETS
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
 from train.run import Run
@@ -223,6 +226,36 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     for key, array in to_torch(recurrent_gemma, "hf-file").items():
         expected = np.asarray(array, np.float32)
         np.testing.assert_allclose(tuned[key], expected, rtol=0, atol=1e-7, err_msg=key)
+
+
+UNDETERMINED = {
+    **dict.fromkeys(("annotated-attention", "annotated-attention-small"), "num_heads"),
+    **dict.fromkeys(("authentic-hyena", "authentic-hyena-small"), "implicit"),
+    "olmo-hybrid": "num_heads",
+    "qwen3_5": "num_key_heads",
+}
+"""The presets whose weights do not determine a field of their model."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("lstm", "qwen3_5") else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS],
+)
+def test_a_file_without_a_config_says_its_model(name, tmp_path):
+    """If its weights do not determine the model, the error asks for the options."""
+    config, path = replace(PRESETS[name].model, vocab_size=20), tmp_path / "a.safetensors"
+    model = config.build(rngs=nnx.Rngs(0))
+    save_file(to_torch(model), path)
+    (tmp_path / "a").write_text("abc" * 2000)
+    args = ["--init", str(path), "--text", str(tmp_path / "a"), "--tokenizer", "characters"]
+    if name in UNDETERMINED:
+        with pytest.raises(CommandLineError, match=f"{UNDETERMINED[name]}: .*give the --preset"):
+            train_command.parse_arguments(args)
+        args += ["--preset", name, "--model.vocab-size", "20", "--val-rows", "1"]
+    plan = train_command.make_plan(train_command.parse_arguments(args))
+    assert type(plan.config.model) is type(config)
+    trainer = train_command.build_trainer_of_plan(plan)
+    chex.assert_trees_all_equal(trainer.initial_params, nnx.state(model, nnx.Param))
 
 
 @pytest.mark.slow

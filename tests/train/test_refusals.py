@@ -73,6 +73,7 @@ def folder(finished, tmp_path_factory) -> Path:
     shutil.rmtree(folder / "no checkpoints" / "checkpoints")
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     torch.save(torch_ref.RWKV7LanguageModel.from_config(small).state_dict(), folder / "a.pth")
+    torch.save(torch.nn.LSTM(2, 3).state_dict(), folder / "other.pth")
     return folder
 
 
@@ -94,6 +95,8 @@ REFUSED = {
     "train --optimizer.warmup-steps 9000": "error: --optimizer.warmup-steps:",
     "train --preset rwkv6 --text {d}/abc --model.features 30": "error: --model.head-size:",
     "train --init {d}/no.safetensors": "no.safetensors: No such file or directory\n",
+    "train --init {d}/other.pth": "to describe the model yourself, give the --preset and --model.…",
+    "train --preset all-work --init {d}/a.pth": "if the model of the checkpoint has other sizes, ",
     "train --accumulate 3": "--accumulate:",
     "train --freeze head nix": "--freeze: expected patterns that match the path of a",
     "train --freeze (": "--freeze: expected regular expressions, got '('",
@@ -119,7 +122,8 @@ REFUSED = {
     "generate --run {f} --prompt 1 --prompt-tokens 1": "--prompt and --prompt-tokens",
     "generate --weights {d}/a.pth": "--weights:",
     "generate --weights {d}/damaged.safetensors --prompt x": "damaged.safetensors: ",
-    "generate --weights {f}/twin.safetensors --prompt x": "(it has embedding.weight, ",
+    "generate --weights {f} --prompt x": "got the folder of a run: use --run on the command line",
+    "generate --weights {f}/twin.safetensors --prompt x": "tokens), got one of 20 (give the tokens",
     "generate --weights {d}/a.pth --prompt x": "World vocabulary (65536 tokens), got one of 30",
     "generate --weights {d}/a.pth --prompt-tokens '3 x'": "--prompt-tokens:",
     "generate --weights {d}/a.pth --prompt-tokens ' '": "--prompt-tokens:",

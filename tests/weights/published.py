@@ -4,16 +4,15 @@ from collections.abc import Callable
 
 from flax import nnx
 
+from jax_models import GPModelConfig
 from parity_tests.registry import CASES
 
 MODELS = {name: case.config for name, case in CASES.items() if case.config is not None}
-PUBLISHED = {name: each for name, each in MODELS.items() if each.marks or each.model_types}
-"""The models whose checkpoints are recognized."""
 RWKV, RWKV7, GRIFFIN, HIPPOGRIFF, HYENA_DNA = (
-    PUBLISHED[f"{name}LanguageModel"]
+    MODELS[f"{name}LanguageModel"]
     for name in ("RWKV", "RWKV7", "Griffin", "Hippogriff", "HyenaDNA")
 )
-HIPPOGRIFF_3 = PUBLISHED["HippogriffLanguageModel, 0.0.3, no attention"]
+HIPPOGRIFF_3 = MODELS["HippogriffLanguageModel, 0.0.3, no attention"]
 
 
 def build(config, **options):
@@ -25,6 +24,7 @@ def fields_without_shape(config):
     layout = next(iter(config.layouts.values()))
     told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}
     told |= {"vocab_size", "features", "num_layers"}
+    told -= {"implicit", "num_heads"} if isinstance(config, GPModelConfig) else set()
     return {name: value for name, value in vars(config).items() if name not in told}
 
 

@@ -22,7 +22,7 @@ from published import (
     HIPPOGRIFF,
     HIPPOGRIFF_3,
     HYENA_DNA,
-    PUBLISHED,
+    MODELS,
     RWKV,
     RWKV7,
     assert_same_weights,
@@ -124,12 +124,12 @@ FORMATS = (
 )
 
 
-@pytest.fixture(params=[*PUBLISHED, "silero_vad"])
+@pytest.fixture(params=[*MODELS, "silero_vad"])
 def model(request):
     """A model with its initial weights, many of which are zeros and ones."""
     if request.param == "silero_vad":
         return SileroVAD(rngs=nnx.Rngs(0))
-    return build(PUBLISHED[request.param])
+    return build(MODELS[request.param])
 
 
 @pytest.mark.slow
@@ -232,6 +232,16 @@ def that_expands(folder):
         (folder / name).unlink()
 
 
+def like_a_run(folder):
+    (folder / "vocabulary.json").write_text("{}")
+    (folder / "checkpoints").mkdir()
+
+
+def with_a_training_state(folder):
+    state = {"params": {"a": jnp.zeros(2)}, "optimizer": [jnp.zeros(2)]}
+    ocp.PyTreeCheckpointer().save(folder, state, force=True)
+
+
 def index_of(places):
     def indexed(folder):
         path = folder / "model.safetensors.index.json"
@@ -268,6 +278,8 @@ BAD = [
         lambda f: torch.save({"a": torch.zeros(1)}, f / "a.pth"),
     ),
     ("b.pth: refused, it is compressed", that_expands),
+    (r"got the folder of a run: use --run .* train\.run\.Run\.open", like_a_run),
+    ("got a list in optimizer; save the weights alone", with_a_training_state),
 ]
 
 
@@ -276,6 +288,17 @@ def test_what_is_no_checkpoint_is_refused(message, damage, folder):
     damage(folder)
     with pytest.raises((OSError, ValueError), match=message):
         load_pretrained(folder)
+
+
+def test_the_name_of_a_repository_is_no_path():
+    with pytest.raises(FileNotFoundError, match=r"Hugging Face.*: 'google/recurrentgemma-2b'"):
+        load_pretrained("google/recurrentgemma-2b")
+
+
+def test_other_models_have_a_way_to_be_read(tmp_path):
+    weights = {key: array.numpy() for key, array in torch.nn.LSTM(2, 3).state_dict().items()}
+    with pytest.raises(ValueError, match=r"got another model \(it has .*\); from_torch reads it"):
+        load_pretrained(safetensors_file(weights, tmp_path))
 
 
 MEASURE = """
@@ -305,8 +328,8 @@ LARGE_LFM2 = LFM2LanguageModelConfig(
     [
         (safetensors_file, RWKV, LARGE_RWKV, "blinkdl", "float32"),
         (torch_file, RWKV, LARGE_RWKV, "blinkdl", "float32"),
-        (folder_of_parts, PUBLISHED["Qwen35LanguageModel"], LARGE_QWEN, "hf-file", "bfloat16"),
-        (folder_of_parts, PUBLISHED["LFM2LanguageModel"], LARGE_LFM2, "hf-file", "bfloat16"),
+        (folder_of_parts, MODELS["Qwen35LanguageModel"], LARGE_QWEN, "hf-file", "bfloat16"),
+        (folder_of_parts, MODELS["LFM2LanguageModel"], LARGE_LFM2, "hf-file", "bfloat16"),
     ],
 )
 def test_little_more_than_the_model_is_in_memory(form, small, large, layout, dtype, tmp_path):
