@@ -1,1 +1,1 @@
-"""Kernels for TPUs and GPUs, and calls of cuDNN."""
+"""Kernels for TPUs and GPUs, and calls of cuDNN and of twinscan-native."""
