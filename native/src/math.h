@@ -13,7 +13,7 @@ template <>
 struct ExpConstants<float> {
   static constexpr float kRound = 0x1.8p23f;  // x + kRound has no bits left for a fraction
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  static constexpr float kLowest = -87.0f;  // e^x is still a normal number
+  static constexpr float kMost = 87.0f;  // e^x and e^−x are normal numbers
   static constexpr int kMantissaBits = 23, kBias = 127;
   // (e^x − 1 − x) / x², by the Cephes library
   static constexpr float kSeries[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
@@ -24,7 +24,7 @@ template <>
 struct ExpConstants<double> {
   static constexpr double kRound = 0x1.8p52;
   static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
-  static constexpr double kLowest = -708.0;
+  static constexpr double kMost = 708.0;
   static constexpr int kMantissaBits = 52, kBias = 1023;
   // The Taylor series: 1/13!, 1/12!, …, 1/2!
   static constexpr double kSeries[] = {
@@ -32,17 +32,18 @@ struct ExpConstants<double> {
       1.0 / 5040,       1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      1.0 / 2};
 };
 
-// e^x for x ≤ 0, as scale·(1 + rest) with a power of two, so that e^x − 1 has no cancellation.
+// e^x as scale·(1 + rest), with a power of two and |rest| < 1/2.
 template <typename T>
 struct Exp {
   Vector<T> scale, rest;
 };
 
 template <typename T>
-inline Exp<T> exp_of_negative(Vector<T> x) {
+inline Exp<T> exp(Vector<T> x) {
   using C = ExpConstants<T>;
   using Integer = typename VectorTypes<T>::Integer;
-  x = x < C::kLowest ? C::kLowest - Vector<T>{} : x;
+  x = x < -C::kMost ? -C::kMost - Vector<T>{} : x;
+  x = x > C::kMost ? C::kMost - Vector<T>{} : x;
   const Vector<T> shifted = x * T(1.4426950408889634) + C::kRound;
   const Vector<T> n = shifted - C::kRound;
   const Vector<T> r = (x - n * C::kLn2High) - n * C::kLn2Low;
@@ -61,9 +62,8 @@ inline Vector<T> minus_abs(Vector<T> x) {
 
 template <typename T>
 inline Vector<T> sigmoid(Vector<T> x) {
-  const Exp<T> e = exp_of_negative<T>(minus_abs<T>(x));
-  const Vector<T> power = e.scale * e.rest + e.scale;
-  return (x < 0 ? power : 1 - Vector<T>{}) / (1 + power);
+  const Exp<T> e = exp<T>(-x);
+  return 1 / (1 + (e.scale * e.rest + e.scale));
 }
 
 // tanh |x| is 1 − 2e / (1 + e) with e = e^(−2|x|). Below 0.55 that would cancel: there it is
@@ -72,7 +72,7 @@ inline Vector<T> sigmoid(Vector<T> x) {
 template <typename T>
 inline Vector<T> tanh(Vector<T> x) {
   const Vector<T> minus = minus_abs<T>(x);
-  const Exp<T> e = exp_of_negative<T>(2 * minus);
+  const Exp<T> e = exp<T>(2 * minus);
   const Vector<T> power = e.scale * e.rest + e.scale;
   Vector<T> result;  // of −|x|
   if constexpr (sizeof(T) == sizeof(float)) {

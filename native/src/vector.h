@@ -39,24 +39,44 @@ using Vector = typename VectorTypes<T>::Real;
 template <typename T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// Loads `count` numbers, and zeros in the other lanes.
+// The last vector of a row may be incomplete. This is out of line, because the compiler would
+// otherwise keep the vectors of all loads in memory.
 template <typename T>
-inline Vector<T> load(const T* from, int64_t count = kLanes<T>) {
+__attribute__((noinline, cold)) Vector<T> load_some(const T* from, int64_t count) {
   Vector<T> x = {};
-  if (count == kLanes<T>) {
-    __builtin_memcpy(&x, from, sizeof(x));
-  } else {
-    for (int64_t lane = 0; lane < count; ++lane) x[lane] = from[lane];
-  }
+  for (int64_t lane = 0; lane < count; ++lane) x[lane] = from[lane];
   return x;
 }
 
 template <typename T>
-inline void store(T* to, Vector<T> x, int64_t count = kLanes<T>) {
-  if (count == kLanes<T>) {
-    __builtin_memcpy(to, &x, sizeof(x));
+__attribute__((noinline, cold)) void store_some(T* to, Vector<T> x, int64_t count) {
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = x[lane];
+}
+
+template <typename T>
+inline Vector<T> load(const T* from) {
+  Vector<T> x;
+  __builtin_memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+template <typename T>
+inline void store(T* to, Vector<T> x) {
+  __builtin_memcpy(to, &x, sizeof(x));
+}
+
+// Loads `count` numbers, and zeros in the other lanes.
+template <typename T>
+inline Vector<T> load(const T* from, int64_t count) {
+  return __builtin_expect(count == kLanes<T>, 1) ? load(from) : load_some(from, count);
+}
+
+template <typename T>
+inline void store(T* to, Vector<T> x, int64_t count) {
+  if (__builtin_expect(count == kLanes<T>, 1)) {
+    store(to, x);
   } else {
-    for (int64_t lane = 0; lane < count; ++lane) to[lane] = x[lane];
+    store_some(to, x, count);
   }
 }
 
