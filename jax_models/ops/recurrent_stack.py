@@ -90,13 +90,13 @@ class _Kernel(NamedTuple):
     refusal: str | None
     """Why it does not support the call, or None if it does."""
     pays: bool
-    """Whether it is likely to be faster than XLA."""
+    """Whether it supports the call and is likely to be faster than XLA."""
 
 
 def _stack(
     recurrence: Callable,
     x: Float[Array, "batch time in"],
-    state: State,
+    state: Any,
     cells: list[dict[str, Array]],
     num_directions: Literal[1, 2],
     method: LSTMMethod,
@@ -109,23 +109,19 @@ def _stack(
             f"{num_directions} directions, got {len(cells)}"
         )
     layers = _Layers.of(recurrence, num_directions)
-    kernels = {
-        "native": _Kernel(
-            "cpu",
-            layers._replace(layer=native_layer),
-            native_refusal(recurrence, x, cells),
-            native_pays(x, cells),
-        )
-    }
+    refusal = native_refusal(recurrence, x, cells)
+    form, pays = layers._replace(layer=native_layer), not refusal and native_pays(x, cells)
+    kernels = {"native": _Kernel("cpu", form, refusal, pays)}
     if recurrence is lstm:
         refusal = cudnn_refusal(x, cells, rows.reset)
-        kernels["cudnn"] = _Kernel("cuda", _CuDNN(num_directions), refusal, cudnn_pays(x))
+        form, pays = _CuDNN(num_directions), not refusal and cudnn_pays(x)
+        kernels["cudnn"] = _Kernel("cuda", form, refusal, pays)
     if method in kernels:
         kernel = kernels[method]
         if kernel.refusal:
             raise NotImplementedError(f"method={method!r}: {kernel.refusal}; use method='xla'")
         return kernel.form(x, state, cells, rows)
-    faster = {k.platform: k.form for k in kernels.values() if k.pays and not k.refusal}
+    faster = {kernel.platform: kernel.form for kernel in kernels.values() if kernel.pays}
     if method == "auto" and faster:
         return _by_platform((*faster.items(), ("default", layers)), x, state, cells, rows)
     return layers(x, state, cells, rows)

@@ -32,6 +32,11 @@ from jax_models.ops.varying import match_varying_axes
 BATCH_AXES = {"kernel": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
 """The batch axes of the kernels' operands and results that are not 0. The weights have none."""
 
+MIN_STEPS = 16
+"""The number of steps from which packing the weights pays."""
+WIDE, LARGE = 400, 20 * 2**20
+"""Layers narrower than `WIDE` are left to XLA if their products of x take `LARGE` bytes or more."""
+
 
 def native_refusal(
     recurrence: Callable, x: Float[Array, "batch time in"], cells: list[dict[str, Array]]
@@ -57,8 +62,19 @@ def native_refusal(
 
 
 def native_pays(x: Float[Array, "batch time in"], cells: list[dict[str, Array]]) -> bool:
-    """Whether the kernels are likely to be faster, if they support the call."""
-    return False
+    """Whether the kernels are likely to be faster, if they support the call.
+
+    Measured in float32 on two cores, forward and backward take 0.6 to 0.9 of XLA's time from 16
+    steps on. The forward pass alone takes 0.6 to 1.0, but longer than XLA if the products of x are
+    a large array of fresh memory and the layer is narrow. XLA cannot divide a kernel over devices.
+    """
+    batch, time, _ = x.shape
+    hidden, gates = cells[0]["kernel_hh"].shape
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = not mesh.empty and mesh.are_all_axes_manual
+    if x.dtype != jnp.float32 or time < MIN_STEPS or not (len(jax.devices("cpu")) == 1 or by_hand):
+        return False
+    return hidden >= WIDE or batch * time * gates * x.dtype.itemsize < LARGE
 
 
 def native_layer(
