@@ -44,9 +44,7 @@ def layer(cell: str, directions: int):
         return jax.ffi.ffi_call(name, shapes)(*arguments, **attributes, **reverse, **relu)
 
     def masks(x):
-        return jnp.full(x.shape[0], x.shape[1], jnp.int32), jnp.zeros(
-            (directions, x.shape[0], 0), bool
-        )
+        return jnp.full(x.shape[0], x.shape[1], jnp.int32), jnp.zeros((directions, x.shape[0], 0), bool)
 
     def forward(weights, x, keep):
         w_x, bias, kernel, bias_hn = weights
@@ -57,9 +55,7 @@ def layer(cell: str, directions: int):
         shapes = [outputs] + [state.shape] * (1 + len(extra))
         if cell != "rnn":
             shapes += [all_gates, outputs] if keep else [(0,), (0,)]
-        arguments = (
-            [x @ w_x + bias, kernel] + ([bias_hn] if cell == "gru" else []) + [state, *extra]
-        )
+        arguments = [x @ w_x + bias, kernel] + ([bias_hn] if cell == "gru" else []) + [state, *extra]
         return call(f"twinscan_{cell}_forward", shapes, arguments + [*masks(x)], keep=keep)
 
     @jax.custom_vjp
@@ -84,10 +80,7 @@ def layer(cell: str, directions: int):
             d_sums, dbias_hn = d_sums.at[:, :, :, 2].set(dn_h), dn_h.sum((0, 1))
         before = [jnp.pad(y[:, :-1, :h], ((0, 0), (1, 0), (0, 0)))]
         before += [jnp.pad(y[:, 1:, h:], ((0, 0), (0, 1), (0, 0)))] * (directions - 1)
-        products = [
-            jnp.einsum("bth,btg->hg", e, d_sums[:, :, d].reshape(b, t, -1))
-            for d, e in enumerate(before)
-        ]
+        products = [jnp.einsum("bth,btg->hg", e, d_sums[:, :, d].reshape(b, t, -1)) for d, e in enumerate(before)]
         dw_x = jnp.einsum("bti,btg->ig", x, dx_sums)
         return (dw_x, dx_sums.sum((0, 1)), jnp.stack(products), dbias_hn), dx_sums @ w_x.T
 
@@ -104,10 +97,7 @@ def ported(module, cell: str, directions: int):
     bias_hn = hidden_bias[:, -h:].copy()
     if cell == "gru":
         hidden_bias[:, -h:] = 0
-    w_x, kernel = (
-        np.concatenate(stack("weight_ih_l0")).T,
-        np.stack(stack("weight_hh_l0")).swapaxes(1, 2),
-    )
+    w_x, kernel = np.concatenate(stack("weight_ih_l0")).T, np.stack(stack("weight_hh_l0")).swapaxes(1, 2)
     return jax.tree.map(jnp.asarray, (w_x, (bias + hidden_bias).ravel(), kernel, bias_hn))
 
 
@@ -137,6 +127,7 @@ def compare(problem: str, runs: int) -> str:
             module(x)
 
     def seconds(function):
+        time.sleep(0.02)  # the threads of OpenMP and of XLA still spin for a while after a call
         start = time.perf_counter()
         jax.block_until_ready(function())
         return time.perf_counter() - start
@@ -150,12 +141,8 @@ def compare(problem: str, runs: int) -> str:
     sides = [lambda: forward(weights, ours_x), torch_forward,
              lambda: both(weights, ours_x, ours_dy), torch_both]  # fmt: skip
     times = [[seconds(side) for side in sides] for _ in range(runs + 2)][2:]
-    ours_f, torch_f, ours_b, torch_b = (
-        1e3 * statistics.median(column) for column in zip(*times, strict=True)
-    )
-    text = " ".join(
-        f"{ours:.1e}/{other:.1e}={ours / other:.2f}" for ours, other in zip(*errors, strict=True)
-    )
+    ours_f, torch_f, ours_b, torch_b = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    text = " ".join(f"{ours:.1e}/{other:.1e}={ours / other:.2f}" for ours, other in zip(*errors, strict=True))
     return (f"{problem:18} forward {ours_f:7.2f}/{torch_f:7.2f} ms = {ours_f / torch_f:.2f}   "
             f"both {ours_b:7.2f}/{torch_b:7.2f} ms = {ours_b / torch_b:.2f}   errors y, dx, dW {text}")  # fmt: skip
 
