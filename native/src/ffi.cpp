@@ -1,5 +1,6 @@
 // The entry points that `jax.ffi` registers: check the buffers, and pass them to the kernels.
 #include <algorithm>
+#include <new>
 #include <string>
 #include <type_traits>
 
@@ -158,8 +159,12 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
       return backward(cell, call, {arguments, results});
     }
   };
-  if (first->element_type() == ffi::F32) return with_type(Call<float>());
-  if (first->element_type() == ffi::F64) return with_type(Call<double>());
+  try {
+    if (first->element_type() == ffi::F32) return with_type(Call<float>());
+    if (first->element_type() == ffi::F64) return with_type(Call<double>());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed weights");
+  }
   return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
 }
 
