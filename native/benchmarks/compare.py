@@ -1,6 +1,6 @@
 """Times the kernels and torch.nn on the same recurrent layers, and compares their rounding errors.
 
-    python native/benchmarks/compare.py [--library FILE] [--runs N] [lstm:300x16x520 bilstm:150x16x200 …]
+    python native/benchmarks/compare.py [--library FILE] [--runs N] [lstm:300x16x520 …]
 
 A problem is a cell and steps x rows x units, with as many inputs as units. Our times include XLA's
 product with the inputs before the kernel, and the weights' gradient after it. A ratio below 1 means
@@ -35,7 +35,7 @@ def register(library: str) -> None:
 
 
 def layer(cell: str, directions: int):
-    """Returns layer(weights, x), differentiable, with zeros as the initial states."""
+    """Returns a differentiable function of weights and inputs, which starts from zeros."""
     gates, reverse = GATES[cell], {"reverse": np.int64(directions - 1 << 1)}
     relu = {"relu": False} if cell == "rnn" else {}
 
@@ -44,7 +44,8 @@ def layer(cell: str, directions: int):
         return jax.ffi.ffi_call(name, shapes)(*arguments, **attributes, **reverse, **relu)
 
     def masks(x):
-        return jnp.full(x.shape[0], x.shape[1], jnp.int32), jnp.zeros((directions, x.shape[0], 0), bool)
+        (b, t, _) = x.shape
+        return jnp.full(b, t, jnp.int32), jnp.zeros((directions, b, 0), bool)
 
     def forward(weights, x, keep):
         w_x, bias, kernel, bias_hn = weights
@@ -55,8 +56,11 @@ def layer(cell: str, directions: int):
         shapes = [outputs] + [state.shape] * (1 + len(extra))
         if cell != "rnn":
             shapes += [all_gates, outputs] if keep else [(0,), (0,)]
-        arguments = [x @ w_x + bias, kernel] + ([bias_hn] if cell == "gru" else []) + [state, *extra]
-        return call(f"twinscan_{cell}_forward", shapes, arguments + [*masks(x)], keep=keep)
+        # With the bias as one more row of the weights, XLA needs no second array for the sum.
+        x_one = jnp.concatenate([x, jnp.ones((b, t, 1))], axis=2)
+        gates_x = x_one @ jnp.concatenate([w_x, bias[None]])
+        arguments = [gates_x, kernel, *([bias_hn] if cell == "gru" else []), state, *extra]
+        return call(f"twinscan_{cell}_forward", shapes, [*arguments, *masks(x)], keep=keep)
 
     @jax.custom_vjp
     def run(weights, x):
@@ -80,7 +84,10 @@ def layer(cell: str, directions: int):
             d_sums, dbias_hn = d_sums.at[:, :, :, 2].set(dn_h), dn_h.sum((0, 1))
         before = [jnp.pad(y[:, :-1, :h], ((0, 0), (1, 0), (0, 0)))]
         before += [jnp.pad(y[:, 1:, h:], ((0, 0), (0, 1), (0, 0)))] * (directions - 1)
-        products = [jnp.einsum("bth,btg->hg", e, d_sums[:, :, d].reshape(b, t, -1)) for d, e in enumerate(before)]
+        by_direction = [d_sums[:, :, d].reshape(b, t, -1) for d in range(directions)]
+        products = [
+            jnp.einsum("bth,btg->hg", *pair) for pair in zip(before, by_direction, strict=True)
+        ]
         dw_x = jnp.einsum("bti,btg->ig", x, dx_sums)
         return (dw_x, dx_sums.sum((0, 1)), jnp.stack(products), dbias_hn), dx_sums @ w_x.T
 
@@ -90,14 +97,18 @@ def layer(cell: str, directions: int):
 
 def ported(module, cell: str, directions: int):
     """Returns the weights of a torch module as the layer takes them."""
-    get = lambda name, d: getattr(module, name + ("_reverse" if d else "")).detach().float().numpy()
-    stack = lambda name: [get(name, d) for d in range(directions)]
+
+    def stack(name):
+        names = [name + suffix for suffix in ("", "_reverse")[:directions]]
+        return [getattr(module, name).detach().numpy() for name in names]
+
     h = module.hidden_size
     bias, hidden_bias = np.stack(stack("bias_ih_l0")), np.stack(stack("bias_hh_l0"))
     bias_hn = hidden_bias[:, -h:].copy()
     if cell == "gru":
         hidden_bias[:, -h:] = 0
-    w_x, kernel = np.concatenate(stack("weight_ih_l0")).T, np.stack(stack("weight_hh_l0")).swapaxes(1, 2)
+    w_x = np.concatenate(stack("weight_ih_l0")).T
+    kernel = np.stack(stack("weight_hh_l0")).swapaxes(1, 2)
     return jax.tree.map(jnp.asarray, (w_x, (bias + hidden_bias).ravel(), kernel, bias_hn))
 
 
@@ -136,15 +147,27 @@ def compare(problem: str, runs: int) -> str:
     theirs = torch_both()
     exact = torch_both(module.double(), x.double(), dy.double())
     module.float()
-    errors = [[np.abs(np.asarray(a) - e).max() / np.abs(e).max() for a, e in zip(side, exact, strict=True)]
-              for side in ((y, dx, dkernel), theirs)]  # fmt: skip
-    sides = [lambda: forward(weights, ours_x), torch_forward,
-             lambda: both(weights, ours_x, ours_dy), torch_both]  # fmt: skip
+    errors = [
+        [
+            np.abs(np.asarray(a) - e).max() / np.abs(e).max()
+            for a, e in zip(side, exact, strict=True)
+        ]
+        for side in ((y, dx, dkernel), theirs)
+    ]
+    sides = [
+        lambda: forward(weights, ours_x),
+        torch_forward,
+        lambda: both(weights, ours_x, ours_dy),
+        torch_both,
+    ]
     times = [[seconds(side) for side in sides] for _ in range(runs + 2)][2:]
-    ours_f, torch_f, ours_b, torch_b = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-    text = " ".join(f"{ours:.1e}/{other:.1e}={ours / other:.2f}" for ours, other in zip(*errors, strict=True))
-    return (f"{problem:18} forward {ours_f:7.2f}/{torch_f:7.2f} ms = {ours_f / torch_f:.2f}   "
-            f"both {ours_b:7.2f}/{torch_b:7.2f} ms = {ours_b / torch_b:.2f}   errors y, dx, dW {text}")  # fmt: skip
+    medians = [1e3 * statistics.median(column) for column in zip(*times, strict=True)]
+    line = f"{problem:18}"
+    for name, ours_ms, torch_ms in (("forward", *medians[:2]), ("both", *medians[2:])):
+        line += f" {name} {ours_ms:7.2f}/{torch_ms:7.2f} ms = {ours_ms / torch_ms:.2f}  "
+    for name, ours_error, torch_error in zip(("y", "dx", "dW"), *errors, strict=True):
+        line += f" {name} {ours_error:.1e}/{torch_error:.1e}={ours_error / torch_error:.2f}"
+    return line
 
 
 if __name__ == "__main__":
