@@ -49,7 +49,10 @@ class Team {
   }
 
   int join(int wanted) {
-    if (wanted <= 1 || !busy_.try_lock()) return 1;
+    if (wanted <= 1) return 1;
+    // Waiting, rather than running alone, makes the results independent of other calls: how the
+    // threads divide a call decides the order of its sums.
+    busy_.lock();
     wanted = std::min(wanted, cores_);
     try {
       while (static_cast<int>(members_.size()) < wanted) {

@@ -9,7 +9,7 @@ namespace twinscan {
 // A group of threads for one call: the calling thread, and idle threads of the team.
 class Crew {
  public:
-  // Takes at most `wanted` threads, and only the calling one while another call has the team.
+  // Takes at most `wanted` threads, after waiting for the call that has the team.
   explicit Crew(int wanted);
   ~Crew();
   Crew(const Crew&) = delete;
