@@ -56,10 +56,8 @@ def layer(cell: str, directions: int):
         shapes = [outputs] + [state.shape] * (1 + len(extra))
         if cell != "rnn":
             shapes += [all_gates, outputs] if keep else [(0,), (0,)]
-        # With the bias as one more row of the weights, XLA needs no second array for the sum.
-        x_one = jnp.concatenate([x, jnp.ones((b, t, 1))], axis=2)
-        gates_x = x_one @ jnp.concatenate([w_x, bias[None]])
-        arguments = [gates_x, kernel, *([bias_hn] if cell == "gru" else []), state, *extra]
+        bias = bias.reshape(directions, -1)
+        arguments = [x @ w_x, bias, kernel, *([bias_hn] if cell == "gru" else []), state, *extra]
         return call(f"twinscan_{cell}_forward", shapes, [*arguments, *masks(x)], keep=keep)
 
     @jax.custom_vjp

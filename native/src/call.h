@@ -34,7 +34,8 @@ struct Scan {
 
 template <typename T>
 struct Forward : Scan<T> {
-  const T* gates_x = nullptr;  // (B, T, D·G·H): the inputs' part of the gates, with all biases
+  const T* gates_x = nullptr;  // (B, T, D·G·H): the products of the inputs
+  const T* bias = nullptr;     // (D, G·H): all biases of a gate, but for b_hn
   const T* bias_hn = nullptr;  // (D, H), GRU
 
   T* y = nullptr;  // (B, T, D·H)

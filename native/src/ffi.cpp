@@ -97,6 +97,7 @@ ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
   const int64_t gates = gates_of(cell) * n;
   const bool lstm = cell == Cell::kLstm, gru = cell == Cell::kGru;
   call.gates_x = buffers.argument("gates_x", {b, t, d * gates});
+  call.bias = buffers.argument("bias", {d, gates});
   call.kernel = buffers.argument("kernel", {d, n, gates});
   if (gru) call.bias_hn = buffers.argument("bias_hn", {d, n});
   call.h0 = buffers.argument("h0", {d, b, n});
@@ -142,7 +143,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
                ffi::RemainingRets results) {
   constexpr bool is_forward = std::is_same_v<Call<float>, Forward<float>>;
   const auto first = arguments.get<ffi::AnyBuffer>(0);
-  const auto state = arguments.get<ffi::AnyBuffer>(is_forward && cell == Cell::kGru ? 3 : is_forward ? 2 : 1);
+  const auto state = arguments.get<ffi::AnyBuffer>(!is_forward ? 1 : cell == Cell::kGru ? 4 : 3);
   if (!first || !state || first->dimensions().size() != 3 || state->dimensions().size() != 3) {
     return ffi::Error::InvalidArgument("expected sequences and states with 3 dimensions");
   }

@@ -16,13 +16,11 @@ struct GruForward {
 
   static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
                    Vector<T>&) {
-    const auto x = [&](int gate) {
-      return load(call.gates_x + at.gates + gate * call.hidden, at.count);
-    };
     const int64_t d = at.state / (call.batch * call.hidden);
     const Vector<T> n_h = sums[2] + load(call.bias_hn + d * call.hidden + at.unit, at.count);
-    const Vector<T> r = sigmoid<T>(x(0) + sums[0]), z = sigmoid<T>(x(1) + sums[1]);
-    const Vector<T> n = tanh<T>(x(2) + r * n_h);
+    const Vector<T> r = sigmoid<T>(of_x(call, at, 0) + sums[0]);
+    const Vector<T> z = sigmoid<T>(of_x(call, at, 1) + sums[1]);
+    const Vector<T> n = tanh<T>(of_x(call, at, 2) + r * n_h);
     h = n + z * (h - n);
     if (call.gates == nullptr) return;
     T* gates = call.gates + at.gates;

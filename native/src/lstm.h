@@ -16,9 +16,7 @@ struct LstmForward {
 
   static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
                    Vector<T>& c) {
-    const auto sum = [&](int gate) {
-      return load(call.gates_x + at.gates + gate * call.hidden, at.count) + sums[gate];
-    };
+    const auto sum = [&](int gate) { return of_x(call, at, gate) + sums[gate]; };
     const Vector<T> i = sigmoid<T>(sum(0)), f = sigmoid<T>(sum(1));
     const Vector<T> g = tanh<T>(sum(2)), o = sigmoid<T>(sum(3));
     c = f * c + i * g;

@@ -110,6 +110,13 @@ struct BackwardPass {
   }
 };
 
+// The inputs' part of a gate.
+template <typename T>
+inline Vector<T> of_x(const Forward<T>& call, const Place& at, int gate) {
+  return load(call.gates_x + at.gates + gate * call.hidden, at.count) +
+         load(call.bias + at.bias + gate * call.hidden, at.count);
+}
+
 // The value before a step: `start` at the first step, and zero where the state restarts.
 template <typename T>
 inline Vector<T> load_earlier(const Place& at, bool restarts, const T* start, const T* sequence) {

@@ -12,7 +12,7 @@ struct RnnForward {
 
   static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
                    Vector<T>&) {
-    const Vector<T> sum = load(call.gates_x + at.gates, at.count) + *sums;
+    const Vector<T> sum = of_x(call, at, 0) + *sums;
     h = call.relu ? (sum < 0 ? Vector<T>{} : sum) : tanh<T>(sum);
   }
 };

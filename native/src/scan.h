@@ -19,6 +19,7 @@ namespace twinscan::TWINSCAN_ISA {
 struct Place {
   int64_t unit, count;  // the first unit, and how many: a whole vector, or fewer in the last one
   int64_t state;        // in arrays of shape (D, B, H)
+  int64_t bias;         // in arrays of shape (D, G·H), at the first gate
   int64_t padded;       // in arrays of the workspace, of shape (D, B, padded H)
   int64_t gates;        // in arrays of shape (B, T, D·G·H), at the first gate
   int64_t output;       // in arrays of shape (B, T, D·H)
@@ -220,7 +221,7 @@ class Loop {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         const int64_t output = at * columns + part.d * hidden + unit;
         visit(Place{unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
-                    state * blocks_ * kLanes<T> + unit,
+                    part.d * kGates * hidden + unit, state * blocks_ * kLanes<T> + unit,
                     (at * columns + part.d * hidden) * kGates + unit, output,
                     first ? -1 : output + (reversed ? columns : -columns)},
               b, v);

@@ -29,7 +29,7 @@ from jax_models.ops.recurrence import State
 from jax_models.ops.rows import Rows
 from jax_models.ops.varying import match_varying_axes
 
-BATCH_AXES = {"kernel": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
+BATCH_AXES = {"kernel": None, "bias": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
 """The batch axes of the kernels' operands and results that are not 0. The weights have none."""
 
 MIN_STEPS = 16
@@ -122,8 +122,9 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
         arguments["bias_hn"] = jnp.stack([bias_hh[2 * hidden :] for _, bias_hh in biases])
         biases = [[b_ih, b_hh.at[2 * hidden :].set(0)] for b_ih, b_hh in biases]
     kernel_ih = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
-    bias = jnp.concatenate([bias_ih + bias_hh for bias_ih, bias_hh in biases])
-    arguments["gates_x"] = affine(x, kernel_ih, bias)
+    # The kernels add the biases, because a sum here would be a second array as large as the gates.
+    arguments["bias"] = jnp.stack([bias_ih + bias_hh for bias_ih, bias_hh in biases])
+    arguments["gates_x"] = affine(x, kernel_ih)
     arguments, rows = match_varying_axes((arguments, rows))
     if 0 in x.shape[:2]:  # there is nothing to run
         return by_xla(kind, rows, arguments)
@@ -222,6 +223,7 @@ def _gradient(kind: Kind, residuals, gradients):
     # The gradients of the products of h are those of the gates, except where r multiplies one.
     directions, hidden, _ = kernel.shape
     of_h = jnp.split(found["gates_x"], directions, axis=-1)
+    found["bias"] = jnp.stack([gates.sum((0, 1)) for gates in of_h])
     if kind == GRU:
         n_h = jnp.split(found.pop("n_h"), directions, axis=-1)
         found["bias_hn"] = jnp.stack([n.sum((0, 1)) for n in n_h])

@@ -107,7 +107,7 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 
 def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """Calls the foreign function, which takes its operands in the order of this function."""
-    names = ["gates_x", "kernel", "bias_hn", "start"]
+    names = ["gates_x", "bias", "kernel", "bias_hn", "start"]
     if call.way == "backward":
         names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
     arrays = jax.tree.leaves([operands.get(name) for name in names])
@@ -135,6 +135,7 @@ def by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
     kernel, biases = operands["kernel"], operands.get("bias_hn")
     outputs, last_states = [], []
     for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
+        of_x += jnp.broadcast_to(operands["bias"][index], of_x.shape)
         bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
         y, last = recurrence(
             kind.step,
