@@ -110,7 +110,7 @@ def _stack(
         )
     layers = _Layers.of(recurrence, num_directions)
     refusal = native_refusal(recurrence, x, cells)
-    form, pays = layers._replace(layer=native_layer), not refusal and native_pays(x, cells)
+    form, pays = layers._replace(layer=native_layer), not refusal and native_pays(x)
     kernels = {"native": _Kernel("cpu", form, refusal, pays)}
     if recurrence is lstm:
         refusal = cudnn_refusal(x, cells, rows.reset)
