@@ -69,8 +69,8 @@ def model_config_of(path: Path) -> LanguageModelConfig:
         checkpoint = open_checkpoint(path)
         try:
             config = config_of(*checkpoint)
-        except ValueError as error:
-            hint = f"; to describe the model yourself, give {OPTIONS}"
+        except (NotImplementedError, ValueError) as error:
+            hint = f"; if twinscan train wrote this file, give {OPTIONS} of its run"
             raise ValueError(f"{error}{'' if checkpoint.config else hint}") from None
         if not isinstance(config, LanguageModelConfig):
             raise ValueError(f"expected a language model, got a {config.family}")

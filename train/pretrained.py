@@ -118,7 +118,7 @@ def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
     except OSError as error:
         reason = f"{error.filename or path}: {error.strerror or error}"
         raise CommandLineError(f"{flag}{reason}") from None
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(f"{flag}{path}: {error_in_one_line(error)}") from None
 
 

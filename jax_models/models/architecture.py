@@ -162,7 +162,7 @@ class ModelConfig(CheckedFields):
     """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Substrings of keys that identify a checkpoint if no config.json names the model. Without
-    marks, a layout's embedding, blocks and last norm identify it.
+    marks, a layout's embedding, last norm and required sizes identify it.
     """
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
@@ -184,11 +184,13 @@ class ModelConfig(CheckedFields):
         """Whether these are the keys of a model of this class."""
         if cls.marks:
             return any(mark in key for key in keys for mark in cls.marks)
-        names = {*keys}
+        weights = dict.fromkeys(keys)
+        checkpoints = [Checkpoint(weights, layout) for layout in cls.layouts.values()]
         return any(
-            {layout.embedding, layout.norm} <= names
-            and any(name.startswith(f"{layout.blocks}.") for name in names)
-            for layout in cls.layouts.values()
+            {each.layout.embedding, each.layout.norm} <= weights.keys()
+            and each.numbers
+            and all(each.find(s.key) for s in each.layout.sizes.values() if isinstance(s, Size))
+            for each in checkpoints
         )
 
     @classmethod

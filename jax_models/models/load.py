@@ -71,11 +71,12 @@ def load_pretrained(
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
     and 7 (BlinkDL's files, fla's, transformers'), Qwen3.5 (the text part), OLMo Hybrid, LFM2,
-    HyenaDNA, hippogriff, silero-VAD, the files that `twinscan export` writes, and the models that
-    other packages declare. The weights may be files of safetensors or `torch.save`, either whole or
-    in shards that an index file lists, or an orbax folder. Keys, shapes and the config.json
-    identify the model. No weights are initialized at random. Each weight is read when its parameter
-    is created, so loading needs little more memory than the model itself.
+    HyenaDNA, hippogriff, silero-VAD, the files that `twinscan export` writes (pass the options that
+    no shape determines, such as Griffin's `window`), and the models that other packages declare.
+    The weights may be files of safetensors or `torch.save`, either whole or in shards that an index
+    file lists, or an orbax folder. Keys, shapes and the config.json identify the model. No weights
+    are initialized at random. Each weight is read when its parameter is created, so loading needs
+    little more memory than the model itself.
 
     Args:
         path: the checkpoint file, or the folder that contains it.
@@ -164,13 +165,18 @@ def config_of(
         found = [each for each in known if model_type in each.model_types]
     else:
         found = [each for each in known if each.recognizes(keys)]
+        found.sort(key=lambda each: not each.marks)  # marks are surer than common keys
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
         experts = ", a mixture of experts" if "moe" in str(model_type) else ""
-        raise ValueError(f"config.json: expected a model of {names}, got {name}{experts}{broken}")
+        with_config = ", ".join(each.family for each in known if each.model_types)
+        raise ValueError(
+            f"config.json: expected a model of {with_config}, got {name}{experts}{broken}"
+        )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
-        layouts = [layout for each in known for layout in each.layout_keys()]
+        # An embedding and a norm alone have names that many models share.
+        layouts = [names for each in known for names in each.layout_keys() if len(names) > 2]
         if place := locate_keys(weights, layouts):
             raise ValueError(f"state_dict: {place}")
         others = filter(None, (each.confused_with(keys) for each in known))

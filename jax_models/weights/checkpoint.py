@@ -55,8 +55,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected that of a file or a folder, got {type(path).__name__}")
     path = Path(path)
-    if len(path.parts) == 2 and not path.parent.exists():
-        hint = "for a repository of Hugging Face, give the folder into which you downloaded it"
+    is_file_name = path.suffix in SAFETENSORS + TORCH
+    if len(path.parts) == 2 and not is_file_name and not path.parent.exists():
+        hint = "if this names a repository of Hugging Face, give the folder of your download"
         raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {hint}", str(path))
     path.stat()
     if path.is_file():
@@ -64,7 +65,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     # A run's newest weights are in its checkpoints, and its config has fields that no shape tells.
     if all((path / name).exists() for name in OF_RUN):
         raise ValueError(
-            f"{path.name}: expected a checkpoint, got the folder of a run: use --run on the "
+            f"{path}: expected a checkpoint, got the folder of a run: use --run on the "
             "command line, or train.run.Run.open(Path(…)).model() in Python"
         )
     config = json_object(path / CONFIG) if (path / CONFIG).exists() else None

@@ -20,7 +20,7 @@ OTHER_FILES = {
         "a web page: download the file itself, by its raw link"
     ),
     rb"version https://git-lfs": "a Git LFS pointer: fetch the file by `git lfs pull`",
-    rb".{8}\{": "a safetensors file: read it with safetensors.torch.load_file",
+    rb".{4}\x00{4}\{": "a safetensors file: read it with safetensors.torch.load_file",
     rb"\x93NUMPY": "a NumPy array: read it with numpy.load",
     rb"\x89HDF": "an HDF5 file: read it with h5py.File",
     rb"GGUF": "a GGUF file: read it with gguf.GGUFReader",
@@ -29,7 +29,7 @@ OTHER_FILES = {
     rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program",
     rb"\(?[cdl](p\d|\w+(\.\w+)*)\n": "a pickle of another program",
     rb"\x08[\x01-\x1f][\x12:]": "an ONNX model: give from_onnx the result of onnx.load",
-    rb"\s*[{[]": "a JSON text: give the file of the weights, or their folder",
+    rb"\s*[{[]\s*[]\"{}[\d-]": "a JSON text: give the file of the weights, or their folder",
     rb"\Z": "empty: download it again",
     rb"[\t\n\r -~\x80-\xff]+\Z": "a text: download the file itself",
 }

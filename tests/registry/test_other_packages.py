@@ -50,9 +50,12 @@ class PlainLanguageModelConfig(StackConfig):
     marks: ClassVar = (".gru.weight_ih_l0",)
     twin: ClassVar = "plain.twin"
     layouts: ClassVar = {
-        "plain": Layout("embedding.weight", "blocks", "norm.weight"),
+        "plain": Layout("embedding.weight", "blocks", "final_norm.weight"),  # as Hawk's
         "plain-shifted": Layout(
-            "model.embedding.weight", "model.blocks", "model.norm.weight", blocks_layout="plain"
+            "model.embedding.weight",
+            "model.blocks",
+            "model.final_norm.weight",
+            blocks_layout="plain",
         ),
     }
 
@@ -100,7 +103,7 @@ class PlainLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, features)
         self.blocks = nn.ModuleList(PlainBlock(features) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(features, eps=1e-6)
+        self.final_norm = nn.RMSNorm(features, eps=1e-6)
 
     @classmethod
     def from_config(cls, config):
@@ -110,7 +113,7 @@ class PlainLanguageModel(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x, _ = block(x)
-        return self.norm(x) @ self.embedding.weight.T, ()
+        return self.final_norm(x) @ self.embedding.weight.T, ()
 """
 REGISTRY = """
 from functools import partial

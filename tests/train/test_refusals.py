@@ -95,7 +95,7 @@ REFUSED = {
     "train --optimizer.warmup-steps 9000": "error: --optimizer.warmup-steps:",
     "train --preset rwkv6 --text {d}/abc --model.features 30": "error: --model.head-size:",
     "train --init {d}/no.safetensors": "no.safetensors: No such file or directory\n",
-    "train --init {d}/other.pth": "to describe the model yourself, give the --preset and --model.…",
+    "train --init {d}/other.pth": "if twinscan train wrote this file, give the --preset and",
     "train --preset all-work --init {d}/a.pth": "if the model of the checkpoint has other sizes, ",
     "train --accumulate 3": "--accumulate:",
     "train --freeze head nix": "--freeze: expected patterns that match the path of a",
