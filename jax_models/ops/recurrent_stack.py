@@ -34,7 +34,7 @@ def recurrent_stack(
 
     "native" runs the compiled CPU kernels of the package `twinscan-native`, which has the LSTM, the
     GRU with `reset_after`, and the RNN. "auto" uses them if the package is installed and supports
-    the call, they are likely to be faster, and the program runs on a CPU.
+    the call, they are likely to be faster, and JAX's default device is a CPU.
 
     Args:
         recurrence: `ops.rnn`, `ops.lstm` or `ops.gru`.
@@ -71,8 +71,9 @@ def lstm_stack(
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """Runs the `recurrent_stack` of `lstm`, which has one more method, "cudnn".
 
-    "auto" uses cuDNN or the native kernels if they support the call, are likely to be faster, and
-    the program runs on an NVIDIA GPU or on a CPU, even if it is traced on another device.
+    "auto" uses cuDNN if it supports the call, is likely to be faster, and the program runs on an
+    NVIDIA GPU, even if it is traced on another device. On a CPU, it uses the native kernels as in
+    `recurrent_stack`.
 
     Raises:
         NotImplementedError: `method` is "cudnn" or "native", which does not support the call; the

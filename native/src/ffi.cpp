@@ -164,7 +164,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
     if (first->element_type() == ffi::F32) return with_type(Call<float>());
     if (first->element_type() == ffi::F64) return with_type(Call<double>());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed weights");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed weights and the states of all rows");
   }
   return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
 }

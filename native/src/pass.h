@@ -1,4 +1,4 @@
-// A step of one vector of units, as far as all cells agree.
+// What the steps of all cells share, for one vector of units.
 #pragma once
 
 #include <initializer_list>
@@ -6,9 +6,6 @@
 #include "scan.h"
 
 namespace twinscan::TWINSCAN_ISA {
-
-// Into the second-level cache, since a panel's numbers of all rows may not fit into the first.
-inline void prefetch_to_read(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 template <typename T, template <typename> class CellOf>
 struct ForwardPass {
@@ -28,10 +25,6 @@ struct ForwardPass {
     };
     store(h, load_state(call.h0));
     store(states[0] + at.padded, load_state(call.c0));
-  }
-
-  void prefetch(const Place& at) const {
-    for (int g = 0; g < kGates; ++g) prefetch_to_read(call.gates_x + at.gates + g * call.hidden);
   }
 
   void step(const Place& at, Row row, const Vector<T>* sums, const T* now, T* next) {
@@ -71,15 +64,6 @@ struct BackwardPass {
   void start(const Place& at, bool, T*) {
     store(states[0] + at.padded, load(call.dh + at.state, at.count));
     store(states[1] + at.padded, call.dc == nullptr ? Vector<T>{} : load(call.dc + at.state, at.count));
-  }
-
-  void prefetch(const Place& at) const {
-    for (int g = 0; g < kGates && call.gates != nullptr; ++g) {
-      prefetch_to_read(call.gates + at.gates + g * call.hidden);
-    }
-    for (const T* outputs : {call.dy, call.y, call.cells, call.n_h}) {
-      if (outputs != nullptr) prefetch_to_read(outputs + at.output);
-    }
   }
 
   // `next` is where the next product reads the gradient of the first gate.

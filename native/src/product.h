@@ -14,7 +14,8 @@ constexpr int most_rows(int vectors) {
   return sums < 8 ? sums : 8;
 }
 
-// Few sums would wait for one another: then several partial sums take turns.
+// Each addition waits for the previous one to the same register. Few sums are therefore split into
+// several partial sums each, so that there is always an independent addition.
 constexpr int partial_sums(int sums) {
   const int most = (kRegisters == 32 ? 24 : 12) / sums;
   return most >= 4 && sums <= 4 ? 4 : most >= 2 && sums <= 8 ? 2 : 1;

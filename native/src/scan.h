@@ -72,14 +72,14 @@ class Loop {
         // One vector more than a row needs: rows at a distance of a power of two would compete for
         // the same lines of the cache.
         stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
-        row_slots_(ceil_div(call.batch, 64) * 64),
-        division_(divide(call, blocks_, crew.size())) {}
+        division_(divide(call, blocks_, crew.size())),
+        row_slots_(ceil_div(ceil_div(call.batch, division_.rows), 64) * 64) {}
 
-  // A second thread is worth its waking from about a million multiplications on.
+  // Each thread is worth its waking from about a million multiplications on.
   static int wanted_threads(const Call& call) {
     const double products = double(call.directions) * double(call.batch) * double(call.time) *
                             double(call.hidden) * double(kGates * call.hidden);
-    return products < 1e6 ? 1 : 1 << 10;
+    return 1 + int(products < 1e9 ? products / 1e6 : 1000);
   }
 
   // Threads with rows of their own never wait for one another, but each reads all weights at every
@@ -100,7 +100,7 @@ class Loop {
     for (T*& state : pass_.states) state = arena.take<T>(rows * blocks_ * kLanes<T>);
     rows_ = arena.take<Row>(division_.threads() * row_slots_);
     live_ = arena.take<bool>(division_.threads() * row_slots_);
-    totals_ = arena.take<Vector<T>>(division_.threads() * call_.batch * kMostVectors);
+    totals_ = arena.take<Vector<T>>(division_.threads() * row_slots_ * kMostVectors);
   }
 
   int64_t panel_size(int64_t blocks) const { return blocks * kVectors * kLanes<T> * depth_; }
@@ -160,7 +160,7 @@ class Loop {
       for (int64_t panel = 0; panel < part.panels; ++panel) {
         const int64_t block = part.panel_start(panel);
         const int blocks = int(part.panel_start(panel + 1) - block);
-        Vector<T>* totals = totals_ + part.thread * call_.batch * kMostVectors;
+        Vector<T>* totals = totals_ + part.thread * row_slots_ * kMostVectors;
         const int vectors = blocks * kVectors;
         products<T>(vectors, packed_ + part.d * panel_size(blocks_) + panel_size(block),
                     now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
@@ -232,8 +232,9 @@ class Loop {
   const Call& call_;
   Crew& crew_;
   Pass pass_;
-  const int64_t blocks_, depth_, stride_, row_slots_;
+  const int64_t blocks_, depth_, stride_;
   const Division division_;
+  const int64_t row_slots_;   // the rows of one thread, rounded up
   T* packed_;                 // the weights
   T* shared_[2];              // h, or the gradients of the gates, of two steps in turn
   Row* rows_;                 // of each thread

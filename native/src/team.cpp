@@ -7,11 +7,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
-#include <deque>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
+#include <vector>
 
 namespace twinscan {
 namespace {
@@ -50,22 +50,19 @@ class Team {
 
   int join(int wanted) {
     if (wanted <= 1) return 1;
-    // Waiting, rather than running alone, makes the results independent of other calls: how the
-    // threads divide a call decides the order of its sums.
+    // Waiting, rather than running alone, makes the results independent of other calls: the
+    // number of threads decides in which order sums are added.
     busy_.lock();
-    wanted = std::min(wanted, cores_);
+    wanted = std::min(wanted, static_cast<int>(members_.size()));
     try {
-      while (static_cast<int>(members_.size()) < wanted) {
-        members_.emplace_back();
-        const int thread = static_cast<int>(members_.size()) - 1;
-        if (thread > 0) std::thread([this, thread, seen = job_] { work(thread, seen); }).detach();
+      for (; threads_ < wanted; ++threads_) {
+        std::thread([this, thread = threads_, seen = job_] { work(thread, seen); }).detach();
       }
-    } catch (const std::system_error&) {  // no more threads: work with those that there are
-      members_.pop_back();
+    } catch (const std::exception&) {  // no more threads: work with those that there are
     }
-    const int size = std::min(wanted, static_cast<int>(members_.size()));
-    if (size <= 1) busy_.unlock();
-    return std::max(1, size);
+    const int size = std::min(wanted, threads_);
+    if (size == 1) busy_.unlock();
+    return size;
   }
 
   void leave() { busy_.unlock(); }
@@ -135,11 +132,11 @@ class Team {
     waiting_.notify_all();
   }
 
-  const int cores_ = usable_cores();
   std::mutex busy_;  // held by the call that has the team
   std::mutex mutex_;
   std::condition_variable idle_, waiting_;
-  std::deque<Member> members_;  // a deque never moves its elements
+  std::vector<Member> members_ = std::vector<Member>(usable_cores());
+  int threads_ = 1;  // the calling thread, and those that were started
   std::atomic<int> sleepers_{0}, unfinished_{0};
   void (*task_)(void*, int) = nullptr;
   void* context_ = nullptr;

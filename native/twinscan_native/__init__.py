@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
+INTERFACE = 1
+"""The version of the arguments and results of the kernels. twinscan refuses another one."""
+
 
 def path() -> Path:
-    """Returns the path of the shared library."""
-    return next(Path(__file__).parent.glob("libtwinscan_native.*"))
+    """Returns the path of the shared library.
+
+    Raises:
+        FileNotFoundError: there is none, because this is the source folder.
+
+    """
+    for library in Path(__file__).parent.glob("libtwinscan_native.*"):
+        return library
+    raise FileNotFoundError("twinscan_native has no library here; install it: pip install ./native")

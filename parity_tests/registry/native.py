@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_models.ops.kernels.native import is_installed
+from jax_models.ops.kernels.native_kernels import loading_error
 from parity_tests.registry import gru, lstm, rnn
 from parity_tests.registry.mutation import (
     CUT,
@@ -34,7 +34,7 @@ CASES = [
         platforms=("cpu",),
     )
     for case in (*lstm.plain, *gru.torch_nn, *rnn.tanh, *rnn.relu)
-    if is_installed()
+    if loading_error() is None
 ]
 
 

@@ -20,7 +20,7 @@ from jax_models.ops.kernels import native
 from parity_tests.engine.bounds.tolerance import assert_same
 
 needs_kernels = pytest.mark.skipif(
-    not native.is_installed(), reason="twinscan-native is not installed"
+    native.loading_error() is not None, reason="twinscan-native is not installed"
 )
 
 FEATURES = 3
@@ -156,7 +156,12 @@ def in_a_scan(function):
 
 
 TRANSFORMS = [
-    *(forward_mode, second_derivatives, of_ensemble, per_example, rematerialized, in_a_scan),
+    forward_mode,
+    second_derivatives,
+    of_ensemble,
+    per_example,
+    rematerialized,
+    in_a_scan,
 ]
 
 
@@ -166,6 +171,37 @@ TRANSFORMS = [
 def test_transformed_equals_xla(name, transform, x64):
     masks = {"lengths": LENGTHS, "reset": RESET}
     assert_equals_xla(name, transform, options={"bidirectional": True}, **masks)
+
+
+@needs_kernels
+@every_layer
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 40, 192), (24, 40, 64), (17, 40, 150), (200, 40, 13)])
+def test_divided_over_threads_equals_xla(name, sizes, bidirectional, x64):
+    """The work of these calls is worth several threads, which divide units or rows."""
+    batch, time, hidden = sizes
+    lengths = np.arange(batch) % (time + 1)
+    options = {"hidden": hidden, "bidirectional": bidirectional}
+    assert_equals_xla(name, with_gradients, batch, time, options=options, lengths=lengths)
+
+
+@needs_kernels
+@every_layer
+def test_runs_without_jit(name, x64):
+    """As in the traces of `compare`."""
+    function, arguments = problem(build(name, "native"), lengths=LENGTHS)
+    with jax.disable_jit():
+        found = with_gradients(function)(*arguments)
+    expected = with_gradients(function)(*arguments)
+    jax.tree.map(partial(assert_same, what="without jit and with it"), found, expected)
+
+
+@needs_kernels
+def test_misspelled_weights_are_refused():
+    layer = build("LSTM", "native", dtype=jnp.float32)
+    cells = [{name.replace("bias_hh", "bias_h"): w for name, w in layer.cells[0].arrays().items()}]
+    with pytest.raises(TypeError, match="bias_h: no such argument"):
+        ops.lstm_stack(X, layer.init_state(4), cells, num_directions=1, method="native")
 
 
 @needs_kernels
@@ -325,7 +361,7 @@ def test_refuses_another_default_device():
 
 
 def test_says_how_to_install_the_kernels(monkeypatch):
-    monkeypatch.setattr(native, "is_installed", lambda: False)
+    monkeypatch.setattr(native, "loading_error", lambda: "… (pip install ./native)")
     layer = build("LSTM", "native", dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='xla'"):
         layer(X)

@@ -9,7 +9,7 @@ import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
 from benchmarks.problem import OURS, CannotSolve, Contenders, Function
 from jax_models import from_torch, to_torch
-from jax_models.ops.kernels.native import is_installed
+from jax_models.ops.kernels.native_kernels import loading_error
 
 contenders = Contenders()
 
@@ -23,8 +23,8 @@ def ours(problem: Gated):
 @contenders.jax(f"{OURS}, native")
 def ours_native(problem: Gated):
     """Our layer by the kernels of twinscan-native."""
-    if not is_installed():
-        raise CannotSolve("twinscan-native is not installed")
+    if error := loading_error():
+        raise CannotSolve(error)
     return by_method(problem, "native")
 
 

@@ -23,7 +23,7 @@ from benchmarks.families.plain.plain_versions import (
     zeros,
 )
 from jax_models import ops
-from jax_models.ops.kernels.native import is_installed
+from jax_models.ops.kernels.native_kernels import loading_error
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
@@ -203,7 +203,7 @@ def gated(name: str, run, state_type, cell, gates: int) -> dict[str, Pair]:
     )
     pairs = {name: Pair(draw, ours, in_loop, GATED)}
     pairs[f"{name}, hoisted"] = Pair(draw, ours, hoisted, GATED)
-    if is_installed():
+    if loading_error() is None:
         native = native_gated(run, state_type)
         pairs[f"{name}, native"] = Pair(draw, native, hoisted, GATED)
     return pairs

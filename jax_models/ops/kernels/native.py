@@ -19,9 +19,8 @@ from jax_models.ops.kernels.native_kernels import (
     Kind,
     by_kernel,
     by_xla,
-    is_installed,
     kind_of,
-    register,
+    loading_error,
     result_shapes,
 )
 from jax_models.ops.linear_map import linear_map
@@ -54,9 +53,8 @@ def native_refusal(
             dtypes not in (["float32"], ["float64"])
         ),
         f"it runs on a CPU, and JAX's default device is a {platform}": platform != "cpu",
-        "the package twinscan-native is not installed (pip install ./native)": not is_installed(),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), loading_error())
 
 
 def native_pays(x: Float[Array, "batch time in"]) -> bool:
@@ -98,9 +96,10 @@ def native_layer(
         The outputs, zero beyond `lengths`, and the last states.
 
     """
-    register()
     kind = kind_of(recurrence)
     assert kind is not None
+    for index, cell in enumerate(cells):  # raises the errors that `recurrence` has for its weights
+        jax.eval_shape(recurrence, x, jax.tree.map(lambda s: s[index], state), **cell)  # noqa: B023
     y, last = _layer(kind, x, tuple(state), cells, rows)
     return y, kind.state(*last)
 
@@ -131,7 +130,7 @@ native_p.multiple_results = True
 
 
 def _call(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """Calls a kernel. Operands and results have the names in `_results` and `_native`."""
+    """Calls a kernel, with operands named as in `by_kernel` and results as in `result_shapes`."""
     leaves, tree = jax.tree.flatten(operands)
     results = jax.tree.structure(result_shapes(call, jax.tree.map(jax.typeof, operands)))
     return results.unflatten(native_p.bind(*leaves, call=call, tree=tree))
@@ -147,7 +146,10 @@ def _shapes(*operands, call: Call, tree):
     return jax.tree.leaves(result_shapes(call, tree.unflatten(operands)))
 
 
-native_p.def_impl(jax.jit(native_p.bind, static_argnames=("call", "tree")))
+@native_p.def_impl
+@partial(jax.jit, static_argnames=("call", "tree"))
+def _compiled(*leaves, call: Call, tree):
+    return jax.tree.leaves(by_kernel(call, tree.unflatten(leaves)))
 
 
 def _batch(leaves, axes, *, call: Call, tree):

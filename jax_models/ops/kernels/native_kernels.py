@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -18,24 +17,28 @@ from jax_models.ops.recurrence import State, Step, recurrence
 from jax_models.ops.rnn import STEPS, RNNState, rnn
 from jax_models.ops.rows import Rows
 
-PACKAGE = "twinscan_native"
+INTERFACE = 1
+"""The version of the arguments and results of the kernels, which `twinscan_native` states, too."""
 
 
 @cache
-def is_installed() -> bool:
-    """Whether the package that contains the kernels is installed."""
-    return importlib.util.find_spec(PACKAGE) is not None
-
-
-@cache
-def register() -> None:
-    """Loads the kernels and registers them with XLA."""
-    library = ctypes.CDLL(importlib.import_module(PACKAGE).path())
+def loading_error() -> str | None:
+    """Loads the kernels and registers them with XLA. Returns why this failed, or None."""
+    try:
+        package = importlib.import_module("twinscan_native")
+        library = ctypes.CDLL(package.path())
+    except ImportError:
+        return "the package twinscan-native is not installed (pip install ./native)"
+    except OSError as error:
+        return f"the library of twinscan-native cannot be loaded: {error}"
+    if package.INTERFACE != INTERFACE:
+        return "twinscan-native has another version (run pip install ./native again)"
     for kind in (LSTM, GRU, *RNNS.values()):
         for way in ("forward", "backward"):
             name = f"twinscan_{kind.name}_{way}"
             kernel = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, kernel, platform="cpu")
+    return None
 
 
 def from_gates_x(step: Callable[[State, Step], State], state: State, now: Step) -> State:
@@ -78,7 +81,7 @@ def kind_of(recurrence: Callable) -> Kind | None:
     if function is gru and options.get("reset_after", True):
         return GRU
     if function is rnn:
-        return RNNS[options.get("nonlinearity", "tanh")]
+        return RNNS.get(options.get("nonlinearity", "tanh"))
     return LSTM if function is lstm else None
 
 
