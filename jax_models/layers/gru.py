@@ -52,8 +52,8 @@ class GRU(RecurrentStack[GRUState]):
         recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "native" is the package twinscan-native, which runs on CPUs in float32 or float64,
-            with `reset_after`. "xla" runs anywhere with every option. "auto" uses native kernels if
-            the package is installed and likely to be faster for the call, and XLA otherwise.
+            with `reset_after`. "xla" runs anywhere with every option. "auto" uses native kernels as
+            in `LSTM`, if the package is installed, and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:

@@ -46,8 +46,8 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "native" is the package twinscan-native, which runs on CPUs, in float32 or float64.
-            "xla" runs anywhere in every dtype. "auto" uses native kernels if the package is
-            installed and likely to be faster for the call, and XLA otherwise.
+            "xla" runs anywhere in every dtype. "auto" uses native kernels as in `LSTM`, if the
+            package is installed, and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
