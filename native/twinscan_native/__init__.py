@@ -10,7 +10,7 @@ def path() -> Path:
     """Returns the path of the shared library.
 
     Raises:
-        FileNotFoundError: there is none, because this is the source folder.
+        FileNotFoundError: this folder contains only the sources of the package.
 
     """
     for library in Path(__file__).parent.glob("libtwinscan_native.*"):

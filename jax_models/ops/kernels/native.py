@@ -98,14 +98,14 @@ def native_layer(
     """
     kind = kind_of(recurrence)
     assert kind is not None
-    for index, cell in enumerate(cells):  # raises the errors that `recurrence` has for its weights
-        jax.eval_shape(recurrence, x, jax.tree.map(lambda s: s[index], state), **cell)  # noqa: B023
     y, last = _layer(kind, x, tuple(state), cells, rows)
     return y, kind.state(*last)
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise each product would be a program of its own
 def _layer(kind: Kind, x, state, cells, rows: Rows):
+    for index, cell in enumerate(cells):  # raises the operator's errors for wrong weights
+        jax.eval_shape(kind.operator, x, kind.state(*(s[index] for s in state)), **cell)
     zeros = jnp.zeros_like(cells[0]["kernel_hh"][0])
     biases = [[cell.get(name, zeros) for name in ("bias_ih", "bias_hh")] for cell in cells]
     kernel = jnp.stack([cell["kernel_hh"] for cell in cells])

@@ -60,16 +60,20 @@ class Kind(NamedTuple):
     gates: str
     step: Callable[[Any, Step], Any]
     state: Callable[..., Any]
+    operator: Callable[..., Any]
+    """The operator that runs the recurrence by XLA, and checks its weights."""
     num_kept: int
     """The number of arrays that the forward kernel keeps for the backward kernel."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
 
-LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, num_kept=2)
-GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, num_kept=2)
+LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2)
+GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2)
 RNNS = {
-    name: Kind("rnn", "h", partial(from_gates_x, step), RNNState, 0, (("relu", name == "relu"),))
+    name: Kind(
+        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (("relu", name == "relu"),)
+    )
     for name, step in STEPS.items()
 }
 
