@@ -1,6 +1,6 @@
 // The arguments and results of the kernels, as plain pointers and sizes.
 //
-// D directions, B rows, T steps, H hidden units and G gates. All arrays are row-major. Direction d
+// D directions, B rows, T steps, I inputs, H hidden units and G gates. All arrays are row-major. Direction d
 // has columns [d·G·H, (d+1)·G·H) of the arrays of gates, and [d·H, (d+1)·H) of the outputs.
 #pragma once
 
@@ -34,7 +34,10 @@ struct Scan {
 
 template <typename T>
 struct Forward : Scan<T> {
-  const T* gates_x = nullptr;  // (B, T, D·G·H): the products of the inputs
+  int64_t inputs = 0;
+
+  const T* x = nullptr;         // (B, T, I)
+  const T* kernel_x = nullptr;  // (I, D·G·H)
   const T* bias = nullptr;     // (D, G·H): all biases of a gate, but for b_hn
   const T* bias_hn = nullptr;  // (D, H), GRU
 

@@ -3,9 +3,12 @@
 // The units of a step are computed in panels of a few vectors. For each panel, the product of the
 // previous step's numbers (h, or the gradients of the gates) with the packed weights is formed for
 // all rows, and a cell (lstm.h, gru.h, rnn.h) makes the step's results of it while it is in the
-// cache. Threads divide the directions first, then the rows and the units of each. Threads that
+// cache. The forward pass forms the products of x in the same way, for a few steps at once if there
+// are few rows. Threads divide the directions first, then the rows and the units of each. Threads that
 // share rows meet after every step.
 #pragma once
+
+#include <algorithm>
 
 #include "call.h"
 #include "pack.h"
@@ -17,9 +20,9 @@ namespace twinscan::TWINSCAN_ISA {
 
 // Where a vector of units of one row lies in the arrays, at one step.
 struct Place {
+  int64_t d;            // the direction
   int64_t unit, count;  // the first unit, and how many: a whole vector, or fewer in the last one
   int64_t state;        // in arrays of shape (D, B, H)
-  int64_t bias;         // in arrays of shape (D, G·H), at the first gate
   int64_t padded;       // in arrays of the workspace, of shape (D, B, padded H)
   int64_t gates;        // in arrays of shape (B, T, D·G·H), at the first gate
   int64_t output;       // in arrays of shape (B, T, D·H)
@@ -62,6 +65,7 @@ class Loop {
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
   static constexpr int kFewestRows = 8;
+  static constexpr int kRowsOfX = 32;
 
   Loop(const Call& call, Crew& crew)
       : call_(call),
@@ -73,12 +77,13 @@ class Loop {
         // the same lines of the cache.
         stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
         division_(divide(call, blocks_, crew.size())),
-        row_slots_(ceil_div(ceil_div(call.batch, division_.rows), 64) * 64) {}
+        row_slots_(ceil_div(ceil_div(call.batch, division_.rows), 64) * 64),
+        chunk_(ceil_div(kRowsOfX, ceil_div(call.batch, division_.rows))) {}
 
   // Each thread is worth its waking from about a million multiplications on.
   static int wanted_threads(const Call& call) {
     const double products = double(call.directions) * double(call.batch) * double(call.time) *
-                            double(call.hidden) * double(kGates * call.hidden);
+                            double(kGates * call.hidden) * double(call.hidden + inputs(call));
     return 1 + int(products < 1e9 ? products / 1e6 : 1000);
   }
 
@@ -94,16 +99,34 @@ class Loop {
   }
 
   void lay_out(Arena& arena) {
-    const int64_t rows = call_.directions * call_.batch;
+    const int64_t rows = call_.directions * call_.batch, threads = division_.threads();
     packed_ = arena.take<T>(call_.directions * panel_size(blocks_));
+    if constexpr (Pass::kForward) {
+      packed_x_ = arena.take<T>(call_.directions * panel_size_x(blocks_));
+      x_ = arena.take<T>(threads * chunk_ * row_slots_ * stride_x());
+      live_x_ = arena.take<bool>(threads * chunk_ * row_slots_);
+      totals_x_ = arena.take<Vector<T>>(threads * size_of_totals_x());
+    }
     for (T*& shared : shared_) shared = arena.take<T>(rows * stride_);
     for (T*& state : pass_.states) state = arena.take<T>(rows * blocks_ * kLanes<T>);
-    rows_ = arena.take<Row>(division_.threads() * row_slots_);
-    live_ = arena.take<bool>(division_.threads() * row_slots_);
-    totals_ = arena.take<Vector<T>>(division_.threads() * row_slots_ * kMostVectors);
+    rows_ = arena.take<Row>(threads * row_slots_);
+    live_ = arena.take<bool>(threads * row_slots_);
+    totals_ = arena.take<Vector<T>>(threads * row_slots_ * kMostVectors);
+  }
+
+  static int64_t inputs(const Call& call) {
+    if constexpr (Pass::kForward) return call.inputs;
+    return 0;
   }
 
   int64_t panel_size(int64_t blocks) const { return blocks * kVectors * kLanes<T> * depth_; }
+  int64_t panel_size_x(int64_t blocks) const {
+    return blocks * kVectors * kLanes<T> * inputs(call_);
+  }
+  int64_t stride_x() const { return (ceil_div(inputs(call_), kLanes<T>) + 1) * kLanes<T>; }
+  int64_t size_of_totals_x() const {
+    return ceil_div(blocks_, division_.units) * kVectors * chunk_ * row_slots_;
+  }
 
   static void work(void* self, int thread) {
     Loop& loop = *static_cast<Loop*>(self);
@@ -157,19 +180,25 @@ class Loop {
         rows[b] = row_at(part.d, part.row + b, step);
         if (Pass::kForward) live[b] = rows[b].active;
       }
+      if (Pass::kForward && step < call_.time && step % chunk_ == 0) multiply_x(part, step);
       for (int64_t panel = 0; panel < part.panels; ++panel) {
         const int64_t block = part.panel_start(panel);
         const int blocks = int(part.panel_start(panel + 1) - block);
         Vector<T>* totals = totals_ + part.thread * row_slots_ * kMostVectors;
         const int vectors = blocks * kVectors;
+        for (int64_t i = 0; i < part.rows * vectors; ++i) totals[i] = Vector<T>{};
         products<T>(vectors, packed_ + part.d * panel_size(blocks_) + panel_size(block),
                     now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
                     totals);
         for_each_place(part, block, blocks, t, [&](Place at, int64_t b, int64_t v) {
           const Vector<T>* sums = totals + b * vectors + v * kVectors;
+          const Vector<T>* of_x = nullptr;
+          if constexpr (Pass::kForward) {
+            of_x = totals_x(part, block) + ((step % chunk_) * part.rows + b) * vectors + v * kVectors;
+          }
           const int64_t shared = shared_row(part, b) + at.unit;
           if (step < call_.time) {
-            pass_.step(at, rows[b], sums, now + shared, next + shared);
+            pass_.step(at, rows[b], of_x, sums, now + shared, next + shared);
           } else {
             pass_.finish(at, sums, now + shared);
           }
@@ -181,12 +210,56 @@ class Loop {
 
   // Packs the panels of this part's units. Threads with the same units share this work.
   void pack_panels(const Part& part) {
+    const int64_t hidden = call_.hidden, columns = kGates * hidden;
+    const T* kernel = call_.kernel + part.d * hidden * columns;
     for (int64_t panel = part.row_part; panel < part.panels; panel += division_.rows) {
       const int64_t block = part.panel_start(panel);
-      const auto pack_panel = Pass::kForward ? pack<T> : pack_transposed<T>;
-      pack_panel(call_.kernel + part.d * call_.hidden * kGates * call_.hidden, call_.hidden, kGates,
-                 block, int(part.panel_start(panel + 1) - block),
-                 packed_ + part.d * panel_size(blocks_) + panel_size(block));
+      const int blocks = int(part.panel_start(panel + 1) - block);
+      T* packed = packed_ + part.d * panel_size(blocks_) + panel_size(block);
+      if constexpr (Pass::kForward) {
+        pack(kernel, hidden, columns, hidden, kGates, block, blocks, packed);
+        pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden,
+             kGates, block, blocks, packed_x(part, block));
+      } else {
+        pack_transposed(kernel, hidden, kGates, block, blocks, packed);
+      }
+    }
+  }
+
+  T* packed_x(const Part& part, int64_t block) const {
+    return packed_x_ + part.d * panel_size_x(blocks_) + panel_size_x(block);
+  }
+
+  // The products of x with the panel that starts at `block`, for the steps of a chunk.
+  Vector<T>* totals_x(const Part& part, int64_t block) const {
+    return totals_x_ + part.thread * size_of_totals_x() +
+           (block - part.block) * kVectors * chunk_ * part.rows;
+  }
+
+  // Computes the biases and the products of x of the `chunk_` steps that begin with `first`.
+  void multiply_x(const Part& part, int64_t first) {
+    if constexpr (Pass::kForward) {
+      const int64_t steps = std::min(chunk_, call_.time - first), count = steps * part.rows;
+      T* x = x_ + part.thread * chunk_ * row_slots_ * stride_x();
+      bool* live = live_x_ + part.thread * chunk_ * row_slots_;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t b = part.row + i % part.rows, t = time_of(part.d, first + i / part.rows);
+        live[i] = call_.active(b, t);
+        std::copy_n(call_.x + (b * call_.time + t) * call_.inputs, call_.inputs, x + i * stride_x());
+      }
+      for (int64_t panel = 0; panel < part.panels; ++panel) {
+        const int64_t block = part.panel_start(panel);
+        const int vectors = int(part.panel_start(panel + 1) - block) * kVectors;
+        Vector<T> bias[kMostVectors];
+        for (int v = 0; v < vectors; ++v) {
+          const int64_t unit = (block + v / kGates) * kLanes<T>, left = call_.hidden - unit;
+          bias[v] = load(call_.bias + (part.d * kGates + v % kGates) * call_.hidden + unit,
+                         left < kLanes<T> ? left : kLanes<T>);
+        }
+        Vector<T>* totals = totals_x(part, block);
+        for (int64_t i = 0; i < count * vectors; ++i) totals[i] = bias[i % vectors];
+        products<T>(vectors, packed_x(part, block), x, stride_x(), call_.inputs, count, live, totals);
+      }
     }
   }
 
@@ -220,8 +293,7 @@ class Loop {
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         const int64_t output = at * columns + part.d * hidden + unit;
-        visit(Place{unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
-                    part.d * kGates * hidden + unit, state * blocks_ * kLanes<T> + unit,
+        visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit, state * blocks_ * kLanes<T> + unit,
                     (at * columns + part.d * hidden) * kGates + unit, output,
                     first ? -1 : output + (reversed ? columns : -columns)},
               b, v);
@@ -235,7 +307,11 @@ class Loop {
   const int64_t blocks_, depth_, stride_;
   const Division division_;
   const int64_t row_slots_;   // the rows of one thread, rounded up
-  T* packed_;                 // the weights
+  const int64_t chunk_;       // the number of steps whose products of x are formed at once
+  T *packed_, *packed_x_;     // the weights
+  T* x_;                      // of each thread: the inputs of a chunk
+  bool* live_x_;              // of each thread: which of them are not padding
+  Vector<T>* totals_x_;       // of each thread: the biases and the products of x of a chunk
   T* shared_[2];              // h, or the gradients of the gates, of two steps in turn
   Row* rows_;                 // of each thread
   bool* live_;                // of each thread: which rows take part in the product
