@@ -65,7 +65,7 @@ class Loop {
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
   static constexpr int kFewestRows = 8;
-  static constexpr int kRowsOfX = 32;
+  static constexpr int kRowsOfX = 96;
 
   Loop(const Call& call, Crew& crew)
       : call_(call),

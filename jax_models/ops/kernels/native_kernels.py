@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_models.ops.affine import affine
 from jax_models.ops.gru import GRUState, gru, gru_step
 from jax_models.ops.lstm import LSTMState, lstm, lstm_step
 from jax_models.ops.products import Product
@@ -17,7 +18,7 @@ from jax_models.ops.recurrence import State, Step, recurrence
 from jax_models.ops.rnn import STEPS, RNNState, rnn
 from jax_models.ops.rows import Rows
 
-INTERFACE = 1
+INTERFACE = 2
 """The version of the arguments and results of the kernels, which `twinscan_native` states, too."""
 
 
@@ -102,7 +103,7 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """The shapes of a kernel's results, in its order."""
     kernel, start = operands["kernel"], operands["start"]
     directions, hidden, gates = kernel.shape
-    batch, time = operands["gates_x" if call.way == "forward" else "y"].shape[:2]
+    batch, time = operands["x" if call.way == "forward" else "y"].shape[:2]
     of_gates, of_state = (
         kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
     )
@@ -114,7 +115,7 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 
 def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """Calls the foreign function, which takes its operands in the order of this function."""
-    names = ["gates_x", "bias", "kernel", "bias_hn", "start"]
+    names = ["x", "kernel_x", "bias", "kernel", "bias_hn", "start"]
     if call.way == "backward":
         names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
     arrays = jax.tree.leaves([operands.get(name) for name in names])
@@ -132,7 +133,12 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
         options["keep"] = call.keep
         unused = 0 if call.keep else call.kind.num_kept
         shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
-    function = jax.ffi.ffi_call(f"twinscan_{call.kind.name}_{call.way}", shapes)
+    aliases = {}
+    if call.way == "backward":  # gradients take the place of the numbers that they come from
+        first_kept = len(arrays) - call.kind.num_kept
+        aliases = {first_kept: 0} | ({first_kept + 1: 2} if call.kind == GRU else {})
+    name = f"twinscan_{call.kind.name}_{call.way}"
+    function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
     arrays = function(*arrays, lengths, reset, **options)
     return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
 
@@ -140,8 +146,9 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 def by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
     """Returns y and the last state without a kernel."""
     kernel, biases = operands["kernel"], operands.get("bias_hn")
+    gates_x = affine(operands["x"], operands["kernel_x"])
     outputs, last_states = [], []
-    for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
+    for index, of_x in enumerate(jnp.split(gates_x, len(kernel), axis=-1)):
         of_x += jnp.broadcast_to(operands["bias"][index], of_x.shape)
         bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
         y, last = recurrence(
