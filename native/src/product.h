@@ -69,8 +69,8 @@ void add_product(int count, const T* panel, const T* rows, int64_t stride, int64
   }
 }
 
-// Adds the products of the rows with one panel to `totals`, which has space for all rows. Rows that are
-// not live need no product.
+// totals[r][v] += Σ_k rows[r][k] panel[k][v] for the rows that are live. The totals of other rows have
+// no meaning afterwards.
 template <typename T, int V>
 void products(const T* panel, const T* rows, int64_t stride, int64_t depth, int64_t count,
               const bool* live, Vector<T>* totals) {

@@ -3,9 +3,9 @@
 // The units of a step are computed in panels of a few vectors. For each panel, the product of the
 // previous step's numbers (h, or the gradients of the gates) with the packed weights is formed for
 // all rows, and a cell (lstm.h, gru.h, rnn.h) makes the step's results of it while it is in the
-// cache. The forward pass forms the products of x in the same way, for a few steps at once if there
-// are few rows. Threads divide the directions first, then the rows and the units of each. Threads that
-// share rows meet after every step.
+// cache. The forward pass forms the products of x in the same way, for several steps at once.
+// Threads divide the directions first, then the rows and the units of each. Threads that share rows
+// meet after every step.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,8 @@ class Loop {
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
   static constexpr int kFewestRows = 8;
-  static constexpr int kRowsOfX = 96;
+  // With so many rows, a product takes far longer than reading its weights.
+  static constexpr int64_t kRowsOfX = 96;
 
   Loop(const Call& call, Crew& crew)
       : call_(call),
@@ -77,13 +78,20 @@ class Loop {
         // the same lines of the cache.
         stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
         division_(divide(call, blocks_, crew.size())),
-        row_slots_(ceil_div(ceil_div(call.batch, division_.rows), 64) * 64),
-        chunk_(ceil_div(kRowsOfX, ceil_div(call.batch, division_.rows))) {}
+        most_rows_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
+        row_slots_(round_up(most_rows_)),
+        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, most_rows_)))),
+        slots_x_(round_up(chunk_ * most_rows_)),
+        stride_x_((ceil_div(call.inputs, kLanes<T>) + 1) * kLanes<T>),
+        totals_x_size_(ceil_div(blocks_, division_.units) * kVectors * slots_x_) {}
+
+  // Arrays of different threads must not share a line of the cache.
+  static int64_t round_up(int64_t count) { return ceil_div(count, 64) * 64; }
 
   // Each thread is worth its waking from about a million multiplications on.
   static int wanted_threads(const Call& call) {
     const double products = double(call.directions) * double(call.batch) * double(call.time) *
-                            double(kGates * call.hidden) * double(call.hidden + inputs(call));
+                            double(kGates * call.hidden) * double(call.hidden + call.inputs);
     return 1 + int(products < 1e9 ? products / 1e6 : 1000);
   }
 
@@ -100,12 +108,12 @@ class Loop {
 
   void lay_out(Arena& arena) {
     const int64_t rows = call_.directions * call_.batch, threads = division_.threads();
-    packed_ = arena.take<T>(call_.directions * panel_size(blocks_));
-    if constexpr (Pass::kForward) {
-      packed_x_ = arena.take<T>(call_.directions * panel_size_x(blocks_));
-      x_ = arena.take<T>(threads * chunk_ * row_slots_ * stride_x());
-      live_x_ = arena.take<bool>(threads * chunk_ * row_slots_);
-      totals_x_ = arena.take<Vector<T>>(threads * size_of_totals_x());
+    packed_ = arena.take<T>(call_.directions * blocks_ * block_size(depth_));
+    if (Pass::kForward) {
+      packed_x_ = arena.take<T>(call_.directions * blocks_ * block_size(call_.inputs));
+      x_ = arena.take<T>(threads * slots_x_ * stride_x_);
+      live_x_ = arena.take<bool>(threads * slots_x_);
+      totals_x_ = arena.take<Vector<T>>(threads * totals_x_size_);
     }
     for (T*& shared : shared_) shared = arena.take<T>(rows * stride_);
     for (T*& state : pass_.states) state = arena.take<T>(rows * blocks_ * kLanes<T>);
@@ -114,19 +122,8 @@ class Loop {
     totals_ = arena.take<Vector<T>>(threads * row_slots_ * kMostVectors);
   }
 
-  static int64_t inputs(const Call& call) {
-    if constexpr (Pass::kForward) return call.inputs;
-    return 0;
-  }
-
-  int64_t panel_size(int64_t blocks) const { return blocks * kVectors * kLanes<T> * depth_; }
-  int64_t panel_size_x(int64_t blocks) const {
-    return blocks * kVectors * kLanes<T> * inputs(call_);
-  }
-  int64_t stride_x() const { return (ceil_div(inputs(call_), kLanes<T>) + 1) * kLanes<T>; }
-  int64_t size_of_totals_x() const {
-    return ceil_div(blocks_, division_.units) * kVectors * chunk_ * row_slots_;
-  }
+  // The packed weights of one vector of units.
+  static int64_t block_size(int64_t depth) { return kVectors * kLanes<T> * depth; }
 
   static void work(void* self, int thread) {
     Loop& loop = *static_cast<Loop*>(self);
@@ -180,22 +177,23 @@ class Loop {
         rows[b] = row_at(part.d, part.row + b, step);
         if (Pass::kForward) live[b] = rows[b].active;
       }
-      if (Pass::kForward && step < call_.time && step % chunk_ == 0) multiply_x(part, step);
+      if constexpr (Pass::kForward) {
+        if (step < call_.time && step % chunk_ == 0) multiply_x(part, step);
+      }
       for (int64_t panel = 0; panel < part.panels; ++panel) {
         const int64_t block = part.panel_start(panel);
         const int blocks = int(part.panel_start(panel + 1) - block);
         Vector<T>* totals = totals_ + part.thread * row_slots_ * kMostVectors;
         const int vectors = blocks * kVectors;
         for (int64_t i = 0; i < part.rows * vectors; ++i) totals[i] = Vector<T>{};
-        products<T>(vectors, packed_ + part.d * panel_size(blocks_) + panel_size(block),
+        products<T>(vectors, packed_ + (part.d * blocks_ + block) * block_size(depth_),
                     now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
                     totals);
         for_each_place(part, block, blocks, t, [&](Place at, int64_t b, int64_t v) {
           const Vector<T>* sums = totals + b * vectors + v * kVectors;
-          const Vector<T>* of_x = nullptr;
-          if constexpr (Pass::kForward) {
-            of_x = totals_x(part, block) + ((step % chunk_) * part.rows + b) * vectors + v * kVectors;
-          }
+          const int64_t row_x = step % chunk_ * part.rows + b;
+          const Vector<T>* of_x =
+              Pass::kForward ? totals_x(part, block) + row_x * vectors + v * kVectors : nullptr;
           const int64_t shared = shared_row(part, b) + at.unit;
           if (step < call_.time) {
             pass_.step(at, rows[b], of_x, sums, now + shared, next + shared);
@@ -215,7 +213,7 @@ class Loop {
     for (int64_t panel = part.row_part; panel < part.panels; panel += division_.rows) {
       const int64_t block = part.panel_start(panel);
       const int blocks = int(part.panel_start(panel + 1) - block);
-      T* packed = packed_ + part.d * panel_size(blocks_) + panel_size(block);
+      T* packed = packed_ + (part.d * blocks_ + block) * block_size(depth_);
       if constexpr (Pass::kForward) {
         pack(kernel, hidden, columns, hidden, kGates, block, blocks, packed);
         pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden,
@@ -227,39 +225,37 @@ class Loop {
   }
 
   T* packed_x(const Part& part, int64_t block) const {
-    return packed_x_ + part.d * panel_size_x(blocks_) + panel_size_x(block);
+    return packed_x_ + (part.d * blocks_ + block) * block_size(call_.inputs);
   }
 
   // The products of x with the panel that starts at `block`, for the steps of a chunk.
   Vector<T>* totals_x(const Part& part, int64_t block) const {
-    return totals_x_ + part.thread * size_of_totals_x() +
+    return totals_x_ + part.thread * totals_x_size_ +
            (block - part.block) * kVectors * chunk_ * part.rows;
   }
 
-  // Computes the biases and the products of x of the `chunk_` steps that begin with `first`.
+  // Computes x W_x + b for the steps of the chunk that starts at step `first`.
   void multiply_x(const Part& part, int64_t first) {
-    if constexpr (Pass::kForward) {
-      const int64_t steps = std::min(chunk_, call_.time - first), count = steps * part.rows;
-      T* x = x_ + part.thread * chunk_ * row_slots_ * stride_x();
-      bool* live = live_x_ + part.thread * chunk_ * row_slots_;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t b = part.row + i % part.rows, t = time_of(part.d, first + i / part.rows);
-        live[i] = call_.active(b, t);
-        std::copy_n(call_.x + (b * call_.time + t) * call_.inputs, call_.inputs, x + i * stride_x());
+    const int64_t steps = std::min(chunk_, call_.time - first), count = steps * part.rows;
+    T* x = x_ + part.thread * slots_x_ * stride_x_;
+    bool* live = live_x_ + part.thread * slots_x_;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t b = part.row + i % part.rows, t = time_of(part.d, first + i / part.rows);
+      live[i] = call_.active(b, t);
+      std::copy_n(call_.x + (b * call_.time + t) * call_.inputs, call_.inputs, x + i * stride_x_);
+    }
+    for (int64_t panel = 0; panel < part.panels; ++panel) {
+      const int64_t block = part.panel_start(panel);
+      const int vectors = int(part.panel_start(panel + 1) - block) * kVectors;
+      Vector<T> bias[kMostVectors];
+      for (int v = 0; v < vectors; ++v) {
+        const int64_t unit = (block + v / kGates) * kLanes<T>, left = call_.hidden - unit;
+        bias[v] = load(call_.bias + (part.d * kGates + v % kGates) * call_.hidden + unit,
+                       left < kLanes<T> ? left : kLanes<T>);
       }
-      for (int64_t panel = 0; panel < part.panels; ++panel) {
-        const int64_t block = part.panel_start(panel);
-        const int vectors = int(part.panel_start(panel + 1) - block) * kVectors;
-        Vector<T> bias[kMostVectors];
-        for (int v = 0; v < vectors; ++v) {
-          const int64_t unit = (block + v / kGates) * kLanes<T>, left = call_.hidden - unit;
-          bias[v] = load(call_.bias + (part.d * kGates + v % kGates) * call_.hidden + unit,
-                         left < kLanes<T> ? left : kLanes<T>);
-        }
-        Vector<T>* totals = totals_x(part, block);
-        for (int64_t i = 0; i < count * vectors; ++i) totals[i] = bias[i % vectors];
-        products<T>(vectors, packed_x(part, block), x, stride_x(), call_.inputs, count, live, totals);
-      }
+      Vector<T>* totals = totals_x(part, block);
+      for (int64_t i = 0; i < count * vectors; ++i) totals[i] = bias[i % vectors];
+      products<T>(vectors, packed_x(part, block), x, stride_x_, call_.inputs, count, live, totals);
     }
   }
 
@@ -293,7 +289,8 @@ class Loop {
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         const int64_t output = at * columns + part.d * hidden + unit;
-        visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit, state * blocks_ * kLanes<T> + unit,
+        visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
+                    state * blocks_ * kLanes<T> + unit,
                     (at * columns + part.d * hidden) * kGates + unit, output,
                     first ? -1 : output + (reversed ? columns : -columns)},
               b, v);
@@ -306,16 +303,20 @@ class Loop {
   Pass pass_;
   const int64_t blocks_, depth_, stride_;
   const Division division_;
-  const int64_t row_slots_;   // the rows of one thread, rounded up
-  const int64_t chunk_;       // the number of steps whose products of x are formed at once
-  T *packed_, *packed_x_;     // the weights
-  T* x_;                      // of each thread: the inputs of a chunk
-  bool* live_x_;              // of each thread: which of them are not padding
-  Vector<T>* totals_x_;       // of each thread: the biases and the products of x of a chunk
-  T* shared_[2];              // h, or the gradients of the gates, of two steps in turn
-  Row* rows_;                 // of each thread
-  bool* live_;                // of each thread: which rows take part in the product
-  Vector<T>* totals_;         // of each thread: the products with a panel
+  const int64_t most_rows_;      // of one thread
+  const int64_t row_slots_;      // the same, rounded up
+  const int64_t chunk_;          // the number of steps whose products of x are formed at once
+  const int64_t slots_x_;        // the rows of x in a chunk of one thread, rounded up
+  const int64_t stride_x_;       // the distance between them
+  const int64_t totals_x_size_;  // of one thread
+  T *packed_, *packed_x_;        // the weights
+  T* x_;                         // of each thread: the inputs of a chunk
+  bool* live_x_;                 // of each thread: which of them are not padding
+  Vector<T>* totals_x_;          // of each thread: x W_x + b for a chunk
+  T* shared_[2];                 // h, or the gradients of the gates, of two steps in turn
+  Row* rows_;                    // of each thread
+  bool* live_;                   // of each thread: which rows take part in the product
+  Vector<T>* totals_;            // of each thread: the products with a panel
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -80,9 +80,9 @@ def native_layer(
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs a layer of one direction or of two, whose outputs are side by side.
 
-    One kernel runs over time, in both directions at the same time, and another one runs back. XLA
-    computes the gradients of the weights and of x and, for forward-mode and for second derivatives,
-    everything else.
+    One kernel runs over time, in both directions at the same time. Another one runs against the
+    direction of time and computes the gradients of the gates. XLA computes the gradients of the
+    weights and of x and, for forward-mode and for second derivatives, everything else.
     Under `vmap`, elements that share their weights become a larger batch, while elements with
     weights of their own run one after the other.
 
@@ -110,12 +110,11 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
     zeros = jnp.zeros_like(cells[0]["kernel_hh"][0])
     biases = [[cell.get(name, zeros) for name in ("bias_ih", "bias_hh")] for cell in cells]
     kernel = jnp.stack([cell["kernel_hh"] for cell in cells])
-    arguments = {"kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
+    arguments = {"x": x, "kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
     if kind == GRU:  # its b_hn is inside the product with the reset gate
         hidden = kernel.shape[1]
         arguments["bias_hn"] = jnp.stack([bias_hh[2 * hidden :] for _, bias_hh in biases])
         biases = [[b_ih, b_hh.at[2 * hidden :].set(0)] for b_ih, b_hh in biases]
-    arguments["x"] = x.astype(kernel.dtype)
     arguments["kernel_x"] = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
     arguments["bias"] = jnp.stack([bias_ih + bias_hh for bias_ih, bias_hh in biases])
     arguments, rows = match_varying_axes((arguments, rows))

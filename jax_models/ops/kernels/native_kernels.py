@@ -65,15 +65,17 @@ class Kind(NamedTuple):
     """The operator that runs the recurrence by XLA, and checks its weights."""
     num_kept: int
     """The number of arrays that the forward kernel keeps for the backward kernel."""
+    overwritten: tuple[int, ...]
+    """The results of the backward kernel that take the place of the first of these arrays."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
 
-LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2)
-GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2)
+LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, 2, (0,))
+GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, 2, (0, 2))
 RNNS = {
     name: Kind(
-        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (("relu", name == "relu"),)
+        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (), (("relu", name == "relu"),)
     )
     for name, step in STEPS.items()
 }
@@ -134,9 +136,9 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
         unused = 0 if call.keep else call.kind.num_kept
         shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
     aliases = {}
-    if call.way == "backward":  # gradients take the place of the numbers that they come from
+    if call.way == "backward":
         first_kept = len(arrays) - call.kind.num_kept
-        aliases = {first_kept: 0} | ({first_kept + 1: 2} if call.kind == GRU else {})
+        aliases = {first_kept + i: result for i, result in enumerate(call.kind.overwritten)}
     name = f"twinscan_{call.kind.name}_{call.way}"
     function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
     arrays = function(*arrays, lengths, reset, **options)
