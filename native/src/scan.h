@@ -110,7 +110,8 @@ class Loop {
     const int64_t rows = call_.directions * call_.batch, threads = division_.threads();
     packed_ = arena.take<T>(call_.directions * blocks_ * block_size(depth_));
     if (Pass::kForward) {
-      packed_x_ = arena.take<T>(call_.directions * blocks_ * block_size(call_.inputs));
+      const int64_t blocks = one_chunk() ? threads * kMostBlocks : call_.directions * blocks_;
+      packed_x_ = arena.take<T>(blocks * block_size(call_.inputs));
       x_ = arena.take<T>(threads * slots_x_ * stride_x_);
       live_x_ = arena.take<bool>(threads * slots_x_);
       totals_x_ = arena.take<Vector<T>>(threads * totals_x_size_);
@@ -216,16 +217,25 @@ class Loop {
       T* packed = packed_ + (part.d * blocks_ + block) * block_size(depth_);
       if constexpr (Pass::kForward) {
         pack(kernel, hidden, columns, hidden, kGates, block, blocks, packed);
-        pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden,
-             kGates, block, blocks, packed_x(part, block));
+        if (!one_chunk()) pack_x(part, block, blocks);
       } else {
         pack_transposed(kernel, hidden, kGates, block, blocks, packed);
       }
     }
   }
 
+  void pack_x(const Part& part, int64_t block, int blocks) {
+    const int64_t hidden = call_.hidden, columns = kGates * hidden;
+    pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden, kGates,
+         block, blocks, packed_x(part, block));
+  }
+
+  // Whether each panel of W_x is used only once. Then the next panel takes its place.
+  bool one_chunk() const { return chunk_ >= call_.time; }
+
   T* packed_x(const Part& part, int64_t block) const {
-    return packed_x_ + (part.d * blocks_ + block) * block_size(call_.inputs);
+    const int64_t first = one_chunk() ? part.thread * kMostBlocks : part.d * blocks_ + block;
+    return packed_x_ + first * block_size(call_.inputs);
   }
 
   // The products of x with the panel that starts at `block`, for the steps of a chunk.
@@ -246,7 +256,8 @@ class Loop {
     }
     for (int64_t panel = 0; panel < part.panels; ++panel) {
       const int64_t block = part.panel_start(panel);
-      const int vectors = int(part.panel_start(panel + 1) - block) * kVectors;
+      const int blocks = int(part.panel_start(panel + 1) - block), vectors = blocks * kVectors;
+      if (one_chunk()) pack_x(part, block, blocks);
       Vector<T> bias[kMostVectors];
       for (int v = 0; v < vectors; ++v) {
         const int64_t unit = (block + v / kGates) * kLanes<T>, left = call_.hidden - unit;
