@@ -19,9 +19,10 @@ class Shown(NamedTuple):
     """The group of each contender that is shown, by the contender's name."""
 
 
+NATIVE = "twinscan with twinscan-native"
 TORCH, FLAX, EQUINOX = "PyTorch", "Flax's nnx.RNN", "Equinox"
 TRANSFORMERS, GEMMA, PLAIN = "transformers", "recurrentgemma", "plain JAX"
-LAYERS = {"torch.nn": TORCH, "nnx.RNN": FLAX, "equinox": EQUINOX}
+LAYERS = {"twinscan, native": NATIVE, "torch.nn": TORCH, "nnx.RNN": FLAX, "equinox": EQUINOX}
 ASSOCIATIVE = {"lax.associative_scan": PLAIN}
 SHOWN = (
     Shown("LSTM, 128 steps × 32 rows", "gated", "LSTM T128 B32 H256", LAYERS),
@@ -29,7 +30,7 @@ SHOWN = (
         "LSTM, rows of several lengths",
         "gated",
         "LSTM T128 B32 H256 with lengths",
-        {"torch.nn": TORCH, "nnx.RNN": FLAX},
+        {name: LAYERS[name] for name in ("twinscan, native", "torch.nn", "nnx.RNN")},
     ),
     Shown("LSTM, 1,024 steps × 1 row", "gated", "LSTM T1024 B1 H256", LAYERS),
     Shown("GRU, 256 steps × 32 rows", "gated", "GRU T256 B32 H256", LAYERS),
@@ -66,6 +67,7 @@ SHOWN = (
     ),
 )
 STYLES = {
+    NATIVE: ("*", "black"),
     TORCH: ("s", "C1"),
     TRANSFORMERS: ("D", "C3"),
     FLAX: ("o", "C0"),

@@ -1,7 +1,8 @@
 // The arguments and results of the kernels, as plain pointers and sizes.
 //
-// D directions, B rows, T steps, H hidden units and G gates. All arrays are row-major. Direction d
-// has columns [d·G·H, (d+1)·G·H) of the arrays of gates, and [d·H, (d+1)·H) of the outputs.
+// D directions, B rows, T steps, I inputs, H hidden units and G gates. All arrays are row-major.
+// Direction d has columns [d·G·H, (d+1)·G·H) of the arrays of gates, and [d·H, (d+1)·H) of the
+// outputs.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ constexpr int gates_of(Cell cell) { return cell == Cell::kLstm ? 4 : cell == Cel
 // What a forward and a backward call have in common.
 template <typename T>
 struct Scan {
-  int64_t directions = 0, batch = 0, time = 0, hidden = 0;
+  int64_t directions = 0, batch = 0, time = 0, inputs = 0, hidden = 0;
   uint64_t reverse = 0;  // bit d is set if direction d runs from the last step to the first
   bool relu = false;     // an RNN with max(·, 0) in place of tanh
 
@@ -34,9 +35,10 @@ struct Scan {
 
 template <typename T>
 struct Forward : Scan<T> {
-  const T* gates_x = nullptr;  // (B, T, D·G·H): the products of the inputs
-  const T* bias = nullptr;     // (D, G·H): all biases of a gate, but for b_hn
-  const T* bias_hn = nullptr;  // (D, H), GRU
+  const T* x = nullptr;         // (B, T, I)
+  const T* kernel_x = nullptr;  // (I, D·G·H)
+  const T* bias = nullptr;      // (D, G·H): all biases of a gate, but for b_hn
+  const T* bias_hn = nullptr;   // (D, H), GRU
 
   T* y = nullptr;  // (B, T, D·H)
   T* h = nullptr;  // (D, B, H)
@@ -57,6 +59,7 @@ struct Backward : Scan<T> {
   const T* cells = nullptr;  // (B, T, D·H), LSTM
   const T* n_h = nullptr;    // (B, T, D·H), GRU
 
+  // dgates_x may be the same array as gates, and dn_h the same as n_h.
   T* dgates_x = nullptr;  // (B, T, D·G·H)
   T* dn_h = nullptr;      // (B, T, D·H), GRU
   T* dh0 = nullptr;       // (D, B, H)

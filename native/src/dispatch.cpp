@@ -1,4 +1,7 @@
 // Chooses the kernels for the processor at run time.
+#include <cstdlib>
+#include <cstring>
+
 #include "call.h"
 
 namespace twinscan {
@@ -15,12 +18,19 @@ TWINSCAN_DECLARE(avx2)
 TWINSCAN_DECLARE(avx512)
 #endif
 
+// Whether the environment variable TWINSCAN_ISA, if set, names this instruction set. Tests use it to
+// run the kernels for older processors.
+[[maybe_unused]] static bool wanted(const char* isa) {
+  static const char* const name = std::getenv("TWINSCAN_ISA");
+  return name == nullptr || std::strcmp(name, isa) == 0;
+}
+
 template <typename T>
 static const Kernels<T>& choose(const Kernels<T>& baseline, [[maybe_unused]] const Kernels<T>& avx2,
                                 [[maybe_unused]] const Kernels<T>& avx512) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2;
+  if (wanted("avx512") && __builtin_cpu_supports("avx512f")) return avx512;
+  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2;
 #endif
   return baseline;
 }

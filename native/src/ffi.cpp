@@ -96,7 +96,8 @@ ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
   const int64_t d = call.directions, b = call.batch, t = call.time, n = call.hidden;
   const int64_t gates = gates_of(cell) * n;
   const bool lstm = cell == Cell::kLstm, gru = cell == Cell::kGru;
-  call.gates_x = buffers.argument("gates_x", {b, t, d * gates});
+  call.x = buffers.argument("x", {b, t, call.inputs});
+  call.kernel_x = buffers.argument("kernel_x", {call.inputs, d * gates});
   call.bias = buffers.argument("bias", {d, gates});
   call.kernel = buffers.argument("kernel", {d, n, gates});
   if (gru) call.bias_hn = buffers.argument("bias_hn", {d, n});
@@ -143,7 +144,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
                ffi::RemainingRets results) {
   constexpr bool is_forward = std::is_same_v<Call<float>, Forward<float>>;
   const auto first = arguments.get<ffi::AnyBuffer>(0);
-  const auto state = arguments.get<ffi::AnyBuffer>(!is_forward ? 1 : cell == Cell::kGru ? 4 : 3);
+  const auto state = arguments.get<ffi::AnyBuffer>(!is_forward ? 1 : cell == Cell::kGru ? 5 : 4);
   if (!first || !state || first->dimensions().size() != 3 || state->dimensions().size() != 3) {
     return ffi::Error::InvalidArgument("expected sequences and states with 3 dimensions");
   }
@@ -155,6 +156,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
     call.reverse = static_cast<uint64_t>(reverse);
     call.relu = relu;
     if constexpr (is_forward) {
+      call.inputs = first->dimensions()[2];
       return forward(cell, call, keep, {arguments, results});
     } else {
       return backward(cell, call, {arguments, results});

@@ -14,13 +14,12 @@ template <typename T>
 struct GruForward {
   static constexpr int kGates = 3;
 
-  static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
-                   Vector<T>&) {
-    const int64_t d = at.state / (call.batch * call.hidden);
-    const Vector<T> n_h = sums[2] + load(call.bias_hn + d * call.hidden + at.unit, at.count);
-    const Vector<T> r = sigmoid<T>(of_x(call, at, 0) + sums[0]);
-    const Vector<T> z = sigmoid<T>(of_x(call, at, 1) + sums[1]);
-    const Vector<T> n = tanh<T>(of_x(call, at, 2) + r * n_h);
+  static void step(const Forward<T>& call, const Place& at, const Vector<T>* of_x,
+                   const Vector<T>* of_h, Vector<T>& h, Vector<T>&) {
+    const Vector<T> n_h = of_h[2] + load(call.bias_hn + at.d * call.hidden + at.unit, at.count);
+    const Vector<T> r = sigmoid<T>(of_x[0] + of_h[0]);
+    const Vector<T> z = sigmoid<T>(of_x[1] + of_h[1]);
+    const Vector<T> n = tanh<T>(of_x[2] + r * n_h);
     h = n + z * (h - n);
     if (call.gates == nullptr) return;
     T* gates = call.gates + at.gates;

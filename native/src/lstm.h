@@ -14,9 +14,9 @@ template <typename T>
 struct LstmForward {
   static constexpr int kGates = 4;
 
-  static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
-                   Vector<T>& c) {
-    const auto sum = [&](int gate) { return of_x(call, at, gate) + sums[gate]; };
+  static void step(const Forward<T>& call, const Place& at, const Vector<T>* of_x,
+                   const Vector<T>* of_h, Vector<T>& h, Vector<T>& c) {
+    const auto sum = [&](int gate) { return of_x[gate] + of_h[gate]; };
     const Vector<T> i = sigmoid<T>(sum(0)), f = sigmoid<T>(sum(1));
     const Vector<T> g = tanh<T>(sum(2)), o = sigmoid<T>(sum(3));
     c = f * c + i * g;

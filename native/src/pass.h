@@ -27,10 +27,11 @@ struct ForwardPass {
     store(states[0] + at.padded, load_state(call.c0));
   }
 
-  void step(const Place& at, Row row, const Vector<T>* sums, const T* now, T* next) {
+  void step(const Place& at, Row row, const Vector<T>* of_x, const Vector<T>* of_h, const T* now,
+            T* next) {
     Vector<T> h = load(now), c = load(states[0] + at.padded);
     if (row.active) {
-      Cell::step(call, at, sums, h, c);
+      Cell::step(call, at, of_x, of_h, h, c);
       store(call.y + at.output, h, at.count);
     } else {
       for (int g = 0; g < kGates && call.gates != nullptr; ++g) {
@@ -67,7 +68,7 @@ struct BackwardPass {
   }
 
   // `next` is where the next product reads the gradient of the first gate.
-  void step(const Place& at, Row row, const Vector<T>* sums, const T*, T* next) {
+  void step(const Place& at, Row row, const Vector<T>*, const Vector<T>* sums, const T*, T* next) {
     const int64_t padded = ceil_div(call.hidden, kLanes<T>) * kLanes<T>;
     Vector<T> dh = load(states[0] + at.padded) + *sums, dc = load(states[1] + at.padded);
     Vector<T> dsums[kGates] = {};
@@ -93,13 +94,6 @@ struct BackwardPass {
     if (call.dc0 != nullptr) store(call.dc0 + at.state, load(states[1] + at.padded), at.count);
   }
 };
-
-// The inputs' part of a gate.
-template <typename T>
-inline Vector<T> of_x(const Forward<T>& call, const Place& at, int gate) {
-  return load(call.gates_x + at.gates + gate * call.hidden, at.count) +
-         load(call.bias + at.bias + gate * call.hidden, at.count);
-}
 
 // The value before a step: `start` at the first step, and zero where the state restarts.
 template <typename T>

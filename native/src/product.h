@@ -69,11 +69,11 @@ void add_product(int count, const T* panel, const T* rows, int64_t stride, int64
   }
 }
 
-// The totals of all rows, `live` or not, with one panel. Rows that are not live count as zeros.
+// totals[r][v] += Σ_k rows[r][k] panel[k][v] for the rows that are live. The totals of other rows have
+// no meaning afterwards.
 template <typename T, int V>
 void products(const T* panel, const T* rows, int64_t stride, int64_t depth, int64_t count,
               const bool* live, Vector<T>* totals) {
-  for (int64_t i = 0; i < count * V; ++i) totals[i] = Vector<T>{};
   const int64_t blocks = ceil_div(count, most_rows(V));
   for (int64_t k = 0; k < depth; k += kDepth) {
     const int64_t part = depth - k < kDepth ? depth - k : kDepth;

@@ -10,9 +10,9 @@ template <typename T>
 struct RnnForward {
   static constexpr int kGates = 1;
 
-  static void step(const Forward<T>& call, const Place& at, const Vector<T>* sums, Vector<T>& h,
-                   Vector<T>&) {
-    const Vector<T> sum = of_x(call, at, 0) + *sums;
+  static void step(const Forward<T>& call, const Place&, const Vector<T>* of_x,
+                   const Vector<T>* of_h, Vector<T>& h, Vector<T>&) {
+    const Vector<T> sum = *of_x + *of_h;
     h = call.relu ? (sum < 0 ? Vector<T>{} : sum) : tanh<T>(sum);
   }
 };

@@ -3,9 +3,12 @@
 // The units of a step are computed in panels of a few vectors. For each panel, the product of the
 // previous step's numbers (h, or the gradients of the gates) with the packed weights is formed for
 // all rows, and a cell (lstm.h, gru.h, rnn.h) makes the step's results of it while it is in the
-// cache. Threads divide the directions first, then the rows and the units of each. Threads that
-// share rows meet after every step.
+// cache. The forward pass forms the products of x in the same way, for several steps at once.
+// Threads divide the directions first, then the rows and the units of each. Threads that share rows
+// meet after every step.
 #pragma once
+
+#include <algorithm>
 
 #include "call.h"
 #include "pack.h"
@@ -17,9 +20,9 @@ namespace twinscan::TWINSCAN_ISA {
 
 // Where a vector of units of one row lies in the arrays, at one step.
 struct Place {
+  int64_t d;            // the direction
   int64_t unit, count;  // the first unit, and how many: a whole vector, or fewer in the last one
   int64_t state;        // in arrays of shape (D, B, H)
-  int64_t bias;         // in arrays of shape (D, G·H), at the first gate
   int64_t padded;       // in arrays of the workspace, of shape (D, B, padded H)
   int64_t gates;        // in arrays of shape (B, T, D·G·H), at the first gate
   int64_t output;       // in arrays of shape (B, T, D·H)
@@ -62,6 +65,8 @@ class Loop {
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
   static constexpr int kFewestRows = 8;
+  // With so many rows, a product takes far longer than reading its weights.
+  static constexpr int64_t kRowsOfX = 96;
 
   Loop(const Call& call, Crew& crew)
       : call_(call),
@@ -73,12 +78,20 @@ class Loop {
         // the same lines of the cache.
         stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
         division_(divide(call, blocks_, crew.size())),
-        row_slots_(ceil_div(ceil_div(call.batch, division_.rows), 64) * 64) {}
+        most_rows_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
+        row_slots_(round_up(most_rows_)),
+        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, most_rows_)))),
+        slots_x_(round_up(chunk_ * most_rows_)),
+        stride_x_((ceil_div(call.inputs, kLanes<T>) + 1) * kLanes<T>),
+        totals_x_size_(ceil_div(blocks_, division_.units) * kVectors * slots_x_) {}
+
+  // Arrays of different threads must not share a line of the cache.
+  static int64_t round_up(int64_t count) { return ceil_div(count, 64) * 64; }
 
   // Each thread is worth its waking from about a million multiplications on.
   static int wanted_threads(const Call& call) {
     const double products = double(call.directions) * double(call.batch) * double(call.time) *
-                            double(call.hidden) * double(kGates * call.hidden);
+                            double(kGates * call.hidden) * double(call.hidden + call.inputs);
     return 1 + int(products < 1e9 ? products / 1e6 : 1000);
   }
 
@@ -94,16 +107,24 @@ class Loop {
   }
 
   void lay_out(Arena& arena) {
-    const int64_t rows = call_.directions * call_.batch;
-    packed_ = arena.take<T>(call_.directions * panel_size(blocks_));
+    const int64_t rows = call_.directions * call_.batch, threads = division_.threads();
+    packed_ = arena.take<T>(call_.directions * blocks_ * block_size(depth_));
+    if (Pass::kForward) {
+      const int64_t blocks = one_chunk() ? threads * kMostBlocks : call_.directions * blocks_;
+      packed_x_ = arena.take<T>(blocks * block_size(call_.inputs));
+      x_ = arena.take<T>(threads * slots_x_ * stride_x_);
+      live_x_ = arena.take<bool>(threads * slots_x_);
+      totals_x_ = arena.take<Vector<T>>(threads * totals_x_size_);
+    }
     for (T*& shared : shared_) shared = arena.take<T>(rows * stride_);
     for (T*& state : pass_.states) state = arena.take<T>(rows * blocks_ * kLanes<T>);
-    rows_ = arena.take<Row>(division_.threads() * row_slots_);
-    live_ = arena.take<bool>(division_.threads() * row_slots_);
-    totals_ = arena.take<Vector<T>>(division_.threads() * row_slots_ * kMostVectors);
+    rows_ = arena.take<Row>(threads * row_slots_);
+    live_ = arena.take<bool>(threads * row_slots_);
+    totals_ = arena.take<Vector<T>>(threads * row_slots_ * kMostVectors);
   }
 
-  int64_t panel_size(int64_t blocks) const { return blocks * kVectors * kLanes<T> * depth_; }
+  // The packed weights of one vector of units.
+  static int64_t block_size(int64_t depth) { return kVectors * kLanes<T> * depth; }
 
   static void work(void* self, int thread) {
     Loop& loop = *static_cast<Loop*>(self);
@@ -157,19 +178,26 @@ class Loop {
         rows[b] = row_at(part.d, part.row + b, step);
         if (Pass::kForward) live[b] = rows[b].active;
       }
+      if constexpr (Pass::kForward) {
+        if (step < call_.time && step % chunk_ == 0) multiply_x(part, step);
+      }
       for (int64_t panel = 0; panel < part.panels; ++panel) {
         const int64_t block = part.panel_start(panel);
         const int blocks = int(part.panel_start(panel + 1) - block);
         Vector<T>* totals = totals_ + part.thread * row_slots_ * kMostVectors;
         const int vectors = blocks * kVectors;
-        products<T>(vectors, packed_ + part.d * panel_size(blocks_) + panel_size(block),
+        for (int64_t i = 0; i < part.rows * vectors; ++i) totals[i] = Vector<T>{};
+        products<T>(vectors, packed_ + (part.d * blocks_ + block) * block_size(depth_),
                     now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
                     totals);
         for_each_place(part, block, blocks, t, [&](Place at, int64_t b, int64_t v) {
           const Vector<T>* sums = totals + b * vectors + v * kVectors;
+          const int64_t row_x = step % chunk_ * part.rows + b;
+          const Vector<T>* of_x =
+              Pass::kForward ? totals_x(part, block) + row_x * vectors + v * kVectors : nullptr;
           const int64_t shared = shared_row(part, b) + at.unit;
           if (step < call_.time) {
-            pass_.step(at, rows[b], sums, now + shared, next + shared);
+            pass_.step(at, rows[b], of_x, sums, now + shared, next + shared);
           } else {
             pass_.finish(at, sums, now + shared);
           }
@@ -181,12 +209,64 @@ class Loop {
 
   // Packs the panels of this part's units. Threads with the same units share this work.
   void pack_panels(const Part& part) {
+    const int64_t hidden = call_.hidden, columns = kGates * hidden;
+    const T* kernel = call_.kernel + part.d * hidden * columns;
     for (int64_t panel = part.row_part; panel < part.panels; panel += division_.rows) {
       const int64_t block = part.panel_start(panel);
-      const auto pack_panel = Pass::kForward ? pack<T> : pack_transposed<T>;
-      pack_panel(call_.kernel + part.d * call_.hidden * kGates * call_.hidden, call_.hidden, kGates,
-                 block, int(part.panel_start(panel + 1) - block),
-                 packed_ + part.d * panel_size(blocks_) + panel_size(block));
+      const int blocks = int(part.panel_start(panel + 1) - block);
+      T* packed = packed_ + (part.d * blocks_ + block) * block_size(depth_);
+      if constexpr (Pass::kForward) {
+        pack(kernel, hidden, columns, hidden, kGates, block, blocks, packed);
+        if (!one_chunk()) pack_x(part, block, blocks);
+      } else {
+        pack_transposed(kernel, hidden, kGates, block, blocks, packed);
+      }
+    }
+  }
+
+  void pack_x(const Part& part, int64_t block, int blocks) {
+    const int64_t hidden = call_.hidden, columns = kGates * hidden;
+    pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden, kGates,
+         block, blocks, packed_x(part, block));
+  }
+
+  // Whether each panel of W_x is used only once. Then the next panel takes its place.
+  bool one_chunk() const { return chunk_ >= call_.time; }
+
+  T* packed_x(const Part& part, int64_t block) const {
+    const int64_t first = one_chunk() ? part.thread * kMostBlocks : part.d * blocks_ + block;
+    return packed_x_ + first * block_size(call_.inputs);
+  }
+
+  // The products of x with the panel that starts at `block`, for the steps of a chunk.
+  Vector<T>* totals_x(const Part& part, int64_t block) const {
+    return totals_x_ + part.thread * totals_x_size_ +
+           (block - part.block) * kVectors * chunk_ * part.rows;
+  }
+
+  // Computes x W_x + b for the steps of the chunk that starts at step `first`.
+  void multiply_x(const Part& part, int64_t first) {
+    const int64_t steps = std::min(chunk_, call_.time - first), count = steps * part.rows;
+    T* x = x_ + part.thread * slots_x_ * stride_x_;
+    bool* live = live_x_ + part.thread * slots_x_;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t b = part.row + i % part.rows, t = time_of(part.d, first + i / part.rows);
+      live[i] = call_.active(b, t);
+      std::copy_n(call_.x + (b * call_.time + t) * call_.inputs, call_.inputs, x + i * stride_x_);
+    }
+    for (int64_t panel = 0; panel < part.panels; ++panel) {
+      const int64_t block = part.panel_start(panel);
+      const int blocks = int(part.panel_start(panel + 1) - block), vectors = blocks * kVectors;
+      if (one_chunk()) pack_x(part, block, blocks);
+      Vector<T> bias[kMostVectors];
+      for (int v = 0; v < vectors; ++v) {
+        const int64_t unit = (block + v / kGates) * kLanes<T>, left = call_.hidden - unit;
+        bias[v] = load(call_.bias + (part.d * kGates + v % kGates) * call_.hidden + unit,
+                       left < kLanes<T> ? left : kLanes<T>);
+      }
+      Vector<T>* totals = totals_x(part, block);
+      for (int64_t i = 0; i < count * vectors; ++i) totals[i] = bias[i % vectors];
+      products<T>(vectors, packed_x(part, block), x, stride_x_, call_.inputs, count, live, totals);
     }
   }
 
@@ -220,8 +300,8 @@ class Loop {
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         const int64_t output = at * columns + part.d * hidden + unit;
-        visit(Place{unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
-                    part.d * kGates * hidden + unit, state * blocks_ * kLanes<T> + unit,
+        visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
+                    state * blocks_ * kLanes<T> + unit,
                     (at * columns + part.d * hidden) * kGates + unit, output,
                     first ? -1 : output + (reversed ? columns : -columns)},
               b, v);
@@ -234,12 +314,20 @@ class Loop {
   Pass pass_;
   const int64_t blocks_, depth_, stride_;
   const Division division_;
-  const int64_t row_slots_;   // the rows of one thread, rounded up
-  T* packed_;                 // the weights
-  T* shared_[2];              // h, or the gradients of the gates, of two steps in turn
-  Row* rows_;                 // of each thread
-  bool* live_;                // of each thread: which rows take part in the product
-  Vector<T>* totals_;         // of each thread: the products with a panel
+  const int64_t most_rows_;      // of one thread
+  const int64_t row_slots_;      // the same, rounded up
+  const int64_t chunk_;          // the number of steps whose products of x are formed at once
+  const int64_t slots_x_;        // the rows of x in a chunk of one thread, rounded up
+  const int64_t stride_x_;       // the distance between them
+  const int64_t totals_x_size_;  // of one thread
+  T *packed_, *packed_x_;        // the weights
+  T* x_;                         // of each thread: the inputs of a chunk
+  bool* live_x_;                 // of each thread: which of them are not padding
+  Vector<T>* totals_x_;          // of each thread: x W_x + b for a chunk
+  T* shared_[2];                 // h, or the gradients of the gates, of two steps in turn
+  Row* rows_;                    // of each thread
+  bool* live_;                   // of each thread: which rows take part in the product
+  Vector<T>* totals_;            // of each thread: the products with a panel
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -1,5 +1,7 @@
 """The kernels of twinscan-native equal XLA's form in every transformation."""
 
+import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,9 +32,9 @@ LENGTHS = np.array([6, 0, 1, 4])
 RESET = np.random.default_rng(3).random((4, 6)) < 0.3
 
 
-def build(name: str, method: str, hidden: int = 5, dtype=jnp.float64, **options):
+def build(name, method, in_features=FEATURES, hidden=5, dtype=jnp.float64, **options):
     return LAYERS[name](
-        FEATURES, hidden, method=method, param_dtype=dtype, rngs=nnx.Rngs(0), **options
+        in_features, hidden, method=method, param_dtype=dtype, rngs=nnx.Rngs(0), **options
     )
 
 
@@ -41,7 +43,7 @@ def problem(layer, batch: int = 4, time: int = 6, **masks):
     graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
     draw = np.random.default_rng(1).standard_normal
     dtype = layer.param_dtype
-    x = jnp.asarray(draw((batch, time, FEATURES)), dtype)
+    x = jnp.asarray(draw((batch, time, layer.in_features)), dtype)
     state = jax.tree.map(lambda s: jnp.asarray(draw(s.shape), dtype), layer.init_state(batch))
 
     def function(weights, x, state):
@@ -176,13 +178,29 @@ def test_transformed_equals_xla(name, transform, x64):
 @needs_kernels
 @every_layer
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 40, 192), (24, 40, 64), (17, 40, 150), (200, 40, 13)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(5, 40, 200, 192), (24, 40, 64, 64), (17, 40, 99, 150), (200, 40, 1, 13), (1, 150, 97, 70)],
+)
 def test_divided_over_threads_equals_xla(name, sizes, bidirectional, x64):
     """The work of these calls is worth several threads, which divide units or rows."""
-    batch, time, hidden = sizes
-    lengths = np.arange(batch) % (time + 1)
-    options = {"hidden": hidden, "bidirectional": bidirectional}
+    batch, time, in_features, hidden = sizes
+    lengths = np.arange(batch) % (time + 1) if batch > 1 else None
+    options = {"in_features": in_features, "hidden": hidden, "bidirectional": bidirectional}
     assert_equals_xla(name, with_gradients, batch, time, options=options, lengths=lengths)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["avx2", "baseline"])
+def test_kernels_of_older_processors_equal_xla(isa):
+    """A processor with AVX-512 runs the other kernels only if it is told to."""
+    tests = f"{test_equals_xla.__name__} or {test_divided_over_threads_equals_xla.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, "-k", tests]
+    run = subprocess.run(
+        command, env=os.environ | {"TWINSCAN_ISA": isa}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @needs_kernels
@@ -202,6 +220,43 @@ def test_misspelled_weights_are_refused():
     cells = [{name.replace("bias_hh", "bias_h"): w for name, w in layer.cells[0].arrays().items()}]
     with pytest.raises(TypeError, match="bias_h: no such argument"):
         ops.lstm_stack(X, layer.init_state(4), cells, num_directions=1, method="native")
+
+
+@needs_kernels
+@every_layer
+def test_gradients_can_be_pulled_back_twice(name, x64):
+    """The kernel writes gradients over the arrays that it reads, so there must be a copy."""
+    function, arguments = problem(build(name, "native"))
+
+    def twice(*arguments):
+        results, pull_back = jax.vjp(function, *arguments)
+        once = pull_back(results)
+        return once, pull_back(results)
+
+    for pulled_back in (twice, jax.jit(twice)):
+        jax.tree.map(partial(assert_same, what="two gradients"), *pulled_back(*arguments))
+
+
+@needs_kernels
+def test_padding_is_not_read(x64):
+    """Layers zero the padding of x, but the operators are given it as it is."""
+    layer = build("LSTM", "native", hidden=70, in_features=120)
+    cells = [cell.arrays() for cell in layer.cells]
+    lengths = np.arange(17) % 7
+    x = np.random.default_rng(0).standard_normal((17, 6, 120))
+    with_nan = np.where((np.arange(6) < lengths[:, None])[..., None], x, np.nan)
+    found = [
+        ops.lstm_stack(
+            jnp.asarray(x),
+            layer.init_state(17),
+            cells,
+            num_directions=1,
+            method="native",
+            lengths=lengths,
+        )
+        for x in (x, with_nan)
+    ]
+    jax.tree.map(partial(assert_same, what="padding"), *found)
 
 
 @needs_kernels

@@ -28,7 +28,8 @@ from jax_models.ops.recurrence import State
 from jax_models.ops.rows import Rows
 from jax_models.ops.varying import match_varying_axes
 
-BATCH_AXES = {"kernel": None, "bias": None, "bias_hn": None, "start": 1, "last": 1, "d_last": 1}
+BATCH_AXES = {name: None for name in ("kernel_x", "kernel", "bias", "bias_hn")}
+BATCH_AXES |= {name: 1 for name in ("start", "last", "d_last")}
 """The batch axes of the kernels' operands and results that are not 0. The weights have none."""
 
 MIN_STEPS = 16
@@ -79,9 +80,9 @@ def native_layer(
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs a layer of one direction or of two, whose outputs are side by side.
 
-    XLA computes the products with x, for all steps at once. A kernel then runs over time with
-    `kernel_hh`, in both directions at the same time, and another one runs back. XLA computes the
-    gradients of the weights and, for forward-mode and for second derivatives, everything else.
+    One kernel runs over time, in both directions at the same time. Another one runs against the
+    direction of time and computes the gradients of the gates. XLA computes the gradients of the
+    weights and of x and, for forward-mode and for second derivatives, everything else.
     Under `vmap`, elements that share their weights become a larger batch, while elements with
     weights of their own run one after the other.
 
@@ -109,15 +110,13 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
     zeros = jnp.zeros_like(cells[0]["kernel_hh"][0])
     biases = [[cell.get(name, zeros) for name in ("bias_ih", "bias_hh")] for cell in cells]
     kernel = jnp.stack([cell["kernel_hh"] for cell in cells])
-    arguments = {"kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
+    arguments = {"x": x, "kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
     if kind == GRU:  # its b_hn is inside the product with the reset gate
         hidden = kernel.shape[1]
         arguments["bias_hn"] = jnp.stack([bias_hh[2 * hidden :] for _, bias_hh in biases])
         biases = [[b_ih, b_hh.at[2 * hidden :].set(0)] for b_ih, b_hh in biases]
-    kernel_ih = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
-    # The kernels add the biases, because a sum here would be a second array as large as the gates.
+    arguments["kernel_x"] = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
     arguments["bias"] = jnp.stack([bias_ih + bias_hh for bias_ih, bias_hh in biases])
-    arguments["gates_x"] = affine(x, kernel_ih)
     arguments, rows = match_varying_axes((arguments, rows))
     if 0 in x.shape[:2]:  # there is nothing to run
         return by_xla(kind, rows, arguments)
@@ -228,10 +227,17 @@ def _gradient(kind: Kind, residuals, gradients):
     of_kernel = []
     for index, y_d in enumerate(jnp.split(y, directions, axis=-1)):
         h = _before(y_d, start[0][index], rows, reverse=index == 1)
-        # XLA is fastest if batch and time are one axis.
-        h, of_gates = (a.reshape(-1, a.shape[-1]) for a in (h, of_h[index]))
-        of_kernel.append(lax.dot_general(h, of_gates, (((0,), (0,)), ((), ()))))
+        of_kernel.append(_of_weights(h, of_h[index]))
+    of_x = found.pop("gates_x")
+    found["x"] = affine(of_x, operands["kernel_x"].T)
+    found["kernel_x"] = _of_weights(operands["x"], of_x)
     return {**found, "kernel": jnp.stack(of_kernel)}
+
+
+def _of_weights(x, gates):
+    """The gradient of W, given that of x W. XLA is fastest if batch and time are one axis."""
+    x, gates = (a.reshape(-1, a.shape[-1]) for a in (x, gates))
+    return lax.dot_general(x, gates, (((0,), (0,)), ((), ())))
 
 
 def _before(y, h0, rows: Rows, *, reverse: bool):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_models.ops.affine import affine
 from jax_models.ops.gru import GRUState, gru, gru_step
 from jax_models.ops.lstm import LSTMState, lstm, lstm_step
 from jax_models.ops.products import Product
@@ -17,7 +18,7 @@ from jax_models.ops.recurrence import State, Step, recurrence
 from jax_models.ops.rnn import STEPS, RNNState, rnn
 from jax_models.ops.rows import Rows
 
-INTERFACE = 1
+INTERFACE = 2
 """The version of the arguments and results of the kernels, which `twinscan_native` states, too."""
 
 
@@ -64,15 +65,17 @@ class Kind(NamedTuple):
     """The operator that runs the recurrence by XLA, and checks its weights."""
     num_kept: int
     """The number of arrays that the forward kernel keeps for the backward kernel."""
+    overwritten: tuple[int, ...]
+    """The results of the backward kernel that take the place of the first of these arrays."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
 
-LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2)
-GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2)
+LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, 2, (0,))
+GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, 2, (0, 2))
 RNNS = {
     name: Kind(
-        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (("relu", name == "relu"),)
+        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (), (("relu", name == "relu"),)
     )
     for name, step in STEPS.items()
 }
@@ -102,7 +105,7 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """The shapes of a kernel's results, in its order."""
     kernel, start = operands["kernel"], operands["start"]
     directions, hidden, gates = kernel.shape
-    batch, time = operands["gates_x" if call.way == "forward" else "y"].shape[:2]
+    batch, time = operands["x" if call.way == "forward" else "y"].shape[:2]
     of_gates, of_state = (
         kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
     )
@@ -114,7 +117,7 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 
 def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     """Calls the foreign function, which takes its operands in the order of this function."""
-    names = ["gates_x", "bias", "kernel", "bias_hn", "start"]
+    names = ["x", "kernel_x", "bias", "kernel", "bias_hn", "start"]
     if call.way == "backward":
         names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
     arrays = jax.tree.leaves([operands.get(name) for name in names])
@@ -132,7 +135,12 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
         options["keep"] = call.keep
         unused = 0 if call.keep else call.kind.num_kept
         shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
-    function = jax.ffi.ffi_call(f"twinscan_{call.kind.name}_{call.way}", shapes)
+    aliases = {}
+    if call.way == "backward":
+        first_kept = len(arrays) - call.kind.num_kept
+        aliases = {first_kept + i: result for i, result in enumerate(call.kind.overwritten)}
+    name = f"twinscan_{call.kind.name}_{call.way}"
+    function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
     arrays = function(*arrays, lengths, reset, **options)
     return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
 
@@ -140,8 +148,9 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 def by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
     """Returns y and the last state without a kernel."""
     kernel, biases = operands["kernel"], operands.get("bias_hn")
+    gates_x = affine(operands["x"], operands["kernel_x"])
     outputs, last_states = [], []
-    for index, of_x in enumerate(jnp.split(operands["gates_x"], len(kernel), axis=-1)):
+    for index, of_x in enumerate(jnp.split(gates_x, len(kernel), axis=-1)):
         of_x += jnp.broadcast_to(operands["bias"][index], of_x.shape)
         bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
         y, last = recurrence(
