@@ -3,11 +3,11 @@
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
+from jax_models.ops.affine import dot_general
 from jax_models.ops.checks import check_divides
 from jax_models.options import FilterOptions, Initializer
 
@@ -30,48 +30,23 @@ def torch_uniform(fan_in: int) -> Initializer:
     return init
 
 
-PARTS = 8
-"""The number of partial products of which a CPU computes the product of one row."""
-
-
 class Linear(nnx.Linear):
     """`nnx.Linear` with a faster backward pass, because it flattens all axes but the last.
 
-    The results are the same, except for rounding in the product of a single row. For a product
-    (batch, time, in) × (in, out), XLA's CPU backend would first copy arrays in an order that does
-    not match their memory layout to compute the kernel's gradient, which slows down a training
-    step.
-
-    A single row, as in decoding at batch size 1, takes as long as reading the kernel from memory.
-    XLA's CPU backend reads a large float32 kernel faster as `PARTS` kernels, whose products are
-    added.
+    The results are the same, except for rounding in a product with a single row, which is faster on
+    a CPU, too. For a product (batch, time, in) × (in, out), XLA's CPU backend would first copy
+    arrays in an order that does not match their memory layout to compute the kernel's gradient,
+    which slows down a training step.
     """
+
+    def __init__(self, in_features, out_features, *, dot_general=dot_general, **options):
+        """Takes the arguments of `nnx.Linear`."""
+        super().__init__(in_features, out_features, dot_general=dot_general, **options)
 
     def __call__(self, inputs, out_sharding=None):
         """Maps `inputs`, (…, in), to (…, out)."""
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        if out_sharding is None and self._pays_in_parts(rows):
-            y = self._in_parts(rows)
-        else:
-            y = super().__call__(rows, out_sharding)
+        y = super().__call__(inputs.reshape(-1, inputs.shape[-1]), out_sharding)
         return y.reshape(*inputs.shape[:-1], self.out_features)
-
-    def _pays_in_parts(self, rows: Array) -> bool:
-        """Whether partial products are likely to be faster. Measured in float32 without a mesh."""
-        # Smaller kernels stay in the cache. With more outputs, the partial products do not fit.
-        is_large = self.in_features * self.out_features >= 2**19 and self.out_features <= 2**13
-        dtypes = {rows.dtype, self.kernel.dtype, jnp.dtype(self.dtype or jnp.float32)}
-        is_plain = self.dot_general is jax.lax.dot_general and not self.preferred_element_type
-        is_local = jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty
-        is_one_row = rows.shape[0] == 1 and self.in_features % PARTS == 0
-        is_float32 = dtypes == {jnp.dtype(jnp.float32)}
-        return is_one_row and is_large and is_plain and is_local and is_float32
-
-    def _in_parts(self, row: Float[Array, "1 in"]) -> Float[Array, "1 out"]:
-        kernels = self.kernel[...].reshape(PARTS, -1, self.out_features)
-        parts = jnp.matmul(row.reshape(PARTS, 1, -1), kernels, precision=self.precision)
-        y = jnp.sum(parts, axis=0)
-        return y if self.bias is None else y + self.bias[...][None]
 
 
 class BlockDiagonal(nnx.Module):

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
 from jax_models.ops.arguments import checked
@@ -55,3 +56,58 @@ def affine(
         y = jnp.swapaxes(jnp.matmul(blocks, kernels, preferred_element_type=accumulator), 0, 1)
     y = y.reshape(*x.shape[:-1], math.prod(y.shape[1:]))
     return y if bias is None else y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
+
+
+PARTS = 8
+"""The number of partial products into which a CPU splits the product of a single row."""
+
+
+def dot_general(
+    lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None
+):
+    """`lax.dot_general`, which reads a large matrix faster on a CPU if it is multiplied by one row.
+
+    Decoding a single text takes as long as reading the weights. XLA's CPU backend reads a large
+    float32 matrix faster if the product is split into `PARTS` partial products, which are then
+    added. Derivatives and `vmap` use one product.
+    """
+    (depth, columns), options = rhs.shape[-2:], (precision, preferred_element_type, out_sharding)
+    is_row = lhs.shape == (1, depth) and dimension_numbers == (((1,), (0,)), ((), ()))
+    is_float32 = lhs.dtype == rhs.dtype == jnp.float32
+    # Smaller matrices stay in the cache. With more columns, the partial products do not.
+    is_large = depth * columns >= 2**19 and columns <= 2**13 and depth % PARTS == 0
+    is_local = jax.sharding.get_abstract_mesh().empty
+    if is_row and is_float32 and is_large and is_local and options == (None, None, None):
+        return jax.jit(_row_product)(lhs, rhs)  # otherwise eager calls would trace it each time
+    return lax.dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+@custom_vmap
+def _split_product(row, kernel):
+    return lax.platform_dependent(row, kernel, cpu=_by_parts, default=jnp.matmul)
+
+
+def _by_parts(row, kernel):
+    kernels = kernel.reshape(PARTS, -1, kernel.shape[1])
+    return jnp.matmul(row.reshape(PARTS, 1, -1), kernels).sum(0)
+
+
+@_split_product.def_vmap
+def _product_of_rows(_, mapped, row, kernel):
+    axes = tuple(0 if is_mapped else None for is_mapped in mapped)
+    return jax.vmap(jnp.matmul, axes)(row, kernel), True
+
+
+_row_product = jax.custom_jvp(_split_product)
+
+
+@_row_product.defjvp
+def _jvp(primals, tangents):
+    return jax.jvp(jnp.matmul, primals, tangents)

@@ -37,7 +37,7 @@ template <typename T>
 struct Forward : Scan<T> {
   const T* x = nullptr;         // (B, T, I)
   const T* kernel_x = nullptr;  // (I, D·G·H)
-  const T* bias = nullptr;      // (D, G·H): all biases of a gate, but for b_hn
+  const T* bias = nullptr;      // (D, G·H): the sum of each gate's biases, without b_hn
   const T* bias_hn = nullptr;   // (D, H), GRU
 
   T* y = nullptr;  // (B, T, D·H)

@@ -18,11 +18,11 @@ TWINSCAN_DECLARE(avx2)
 TWINSCAN_DECLARE(avx512)
 #endif
 
-// Whether the environment variable TWINSCAN_ISA, if set, names this instruction set. Tests use it to
-// run the kernels for older processors.
+// Whether the environment variable TWINSCAN_WITHOUT names this instruction set. Tests use it to run
+// the kernels for older processors.
 [[maybe_unused]] static bool wanted(const char* isa) {
-  static const char* const name = std::getenv("TWINSCAN_ISA");
-  return name == nullptr || std::strcmp(name, isa) == 0;
+  static const char* const without = std::getenv("TWINSCAN_WITHOUT");
+  return without == nullptr || std::strstr(without, isa) == nullptr;
 }
 
 template <typename T>

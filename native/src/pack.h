@@ -8,14 +8,14 @@ namespace twinscan::TWINSCAN_ISA {
 
 // W_ih or W_hh for the forward pass: some vectors of units of each gate. The rows of W lie `stride`
 // numbers apart.
-//     panel[k][g·blocks + v][lane] = W[k, g·H + unit], unit = (block + v)·lanes + lane
+//     panel[k][v·gates + g][lane] = W[k, g·H + unit], unit = (block + v)·lanes + lane
 template <typename T>
 void pack(const T* kernel, int64_t depth, int64_t stride, int64_t hidden, int gates, int64_t block,
           int blocks, T* panel) {
   constexpr int lanes = kLanes<T>;
   for (int64_t k = 0; k < depth; ++k) {
-    for (int g = 0; g < gates; ++g) {
-      for (int64_t v = block; v < block + blocks; ++v, panel += lanes) {
+    for (int64_t v = block; v < block + blocks; ++v) {
+      for (int g = 0; g < gates; ++g, panel += lanes) {
         const int64_t unit = v * lanes, left = hidden - unit;
         const T* const from = kernel + k * stride + g * hidden + unit;
         // The rows lie too far apart for the processor to foresee the next ones.

@@ -65,7 +65,7 @@ class Loop {
   static constexpr int kVectors = Pass::kForward ? kGates : 1;
   static constexpr int kMostBlocks = kMostVectors / kVectors;
   static constexpr int kFewestRows = 8;
-  // With so many rows, a product takes far longer than reading its weights.
+  // A chunk has about this many rows of x, so that their product takes far longer than reading W_x.
   static constexpr int64_t kRowsOfX = 96;
 
   Loop(const Call& call, Crew& crew)
@@ -78,10 +78,10 @@ class Loop {
         // the same lines of the cache.
         stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
         division_(divide(call, blocks_, crew.size())),
-        most_rows_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
-        row_slots_(round_up(most_rows_)),
-        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, most_rows_)))),
-        slots_x_(round_up(chunk_ * most_rows_)),
+        rows_per_thread_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
+        row_slots_(round_up(rows_per_thread_)),
+        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, rows_per_thread_)))),
+        slots_x_(round_up(chunk_ * rows_per_thread_)),
         stride_x_((ceil_div(call.inputs, kLanes<T>) + 1) * kLanes<T>),
         totals_x_size_(ceil_div(blocks_, division_.units) * kVectors * slots_x_) {}
 
@@ -230,7 +230,8 @@ class Loop {
          block, blocks, packed_x(part, block));
   }
 
-  // Whether each panel of W_x is used only once. Then the next panel takes its place.
+  // Whether one chunk holds all steps. Each panel of W_x is then used once, and the next one
+  // overwrites it.
   bool one_chunk() const { return chunk_ >= call_.time; }
 
   T* packed_x(const Part& part, int64_t block) const {
@@ -314,20 +315,20 @@ class Loop {
   Pass pass_;
   const int64_t blocks_, depth_, stride_;
   const Division division_;
-  const int64_t most_rows_;      // of one thread
-  const int64_t row_slots_;      // the same, rounded up
-  const int64_t chunk_;          // the number of steps whose products of x are formed at once
-  const int64_t slots_x_;        // the rows of x in a chunk of one thread, rounded up
-  const int64_t stride_x_;       // the distance between them
-  const int64_t totals_x_size_;  // of one thread
-  T *packed_, *packed_x_;        // the weights
-  T* x_;                         // of each thread: the inputs of a chunk
-  bool* live_x_;                 // of each thread: which of them are not padding
-  Vector<T>* totals_x_;          // of each thread: x W_x + b for a chunk
-  T* shared_[2];                 // h, or the gradients of the gates, of two steps in turn
-  Row* rows_;                    // of each thread
-  bool* live_;                   // of each thread: which rows take part in the product
-  Vector<T>* totals_;            // of each thread: the products with a panel
+  const int64_t rows_per_thread_;  // at most
+  const int64_t row_slots_;        // space for the rows of a thread
+  const int64_t chunk_;            // the number of steps whose products of x are formed at once
+  const int64_t slots_x_;          // space for the rows of x of a thread in a chunk
+  const int64_t stride_x_;         // the distance between two rows of x
+  const int64_t totals_x_size_;    // space for x W_x + b of a thread in a chunk
+  T *packed_, *packed_x_;          // the weights
+  T* x_;                           // of each thread: the rows of x of a chunk
+  bool* live_x_;                   // of each thread: which rows of x are not padding
+  Vector<T>* totals_x_;            // of each thread: x W_x + b for a chunk
+  T* shared_[2];                   // h, or the gradients of the gates, of two steps in turn
+  Row* rows_;                      // of each thread
+  bool* live_;                     // of each thread: which rows take part in the product
+  Vector<T>* totals_;              // of each thread: the products with a panel
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -16,8 +16,8 @@
 namespace twinscan {
 namespace {
 
-// About 30 µs. The threads reach the end of a step at nearly the same time, so one that waits for
-// longer than this waits for a thread that has lost its core.
+// About 30 µs. Threads finish a step at nearly the same time. If one waits longer, another has
+// probably lost its core.
 constexpr int kSpins = 1500;
 
 void pause() {

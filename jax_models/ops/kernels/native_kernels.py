@@ -66,13 +66,17 @@ class Kind(NamedTuple):
     num_kept: int
     """The number of arrays that the forward kernel keeps for the backward kernel."""
     overwritten: tuple[int, ...]
-    """The results of the backward kernel that take the place of the first of these arrays."""
+    """For each of the first of these arrays, the result of the backward kernel written over it."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
 
-LSTM = Kind("lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, 2, (0,))
-GRU = Kind("gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, 2, (0, 2))
+LSTM = Kind(
+    "lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2, overwritten=(0,)
+)
+GRU = Kind(
+    "gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2, overwritten=(0, 2)
+)
 RNNS = {
     name: Kind(
         "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (), (("relu", name == "relu"),)
@@ -132,11 +136,10 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     results = result_shapes(call, jax.tree.map(jax.typeof, operands))
     shapes, tree = jax.tree.flatten([*results.values()])
     if call.way == "forward":
-        options["keep"] = call.keep
+        aliases, options["keep"] = {}, call.keep
         unused = 0 if call.keep else call.kind.num_kept
         shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
-    aliases = {}
-    if call.way == "backward":
+    else:
         first_kept = len(arrays) - call.kind.num_kept
         aliases = {first_kept + i: result for i, result in enumerate(call.kind.overwritten)}
     name = f"twinscan_{call.kind.name}_{call.way}"
