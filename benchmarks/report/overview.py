@@ -30,7 +30,7 @@ SHOWN = (
         "LSTM, rows of several lengths",
         "gated",
         "LSTM T128 B32 H256 with lengths",
-        LAYERS,
+        {name: LAYERS[name] for name in ("twinscan, native", "torch.nn", "nnx.RNN")},
     ),
     Shown("LSTM, 1,024 steps × 1 row", "gated", "LSTM T1024 B1 H256", LAYERS),
     Shown("GRU, 256 steps × 32 rows", "gated", "GRU T256 B32 H256", LAYERS),

@@ -59,8 +59,7 @@ def mixing(axis: int, shift: int) -> Change:
     """Adds a little of another row or of another step to each step."""
 
     def mixed(operands):
-        gates_x = operands["gates_x"]
-        return {"gates_x": gates_x + 1e-6 * jnp.roll(gates_x, shift, axis)}
+        return {"x": operands["x"] + 1e-6 * jnp.roll(operands["x"], shift, axis)}
 
     return mixed
 
