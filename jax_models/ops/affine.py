@@ -78,7 +78,7 @@ def dot_general(
     is_large = depth * columns >= 2**19 and columns <= 2**13 and depth % PARTS == 0
     is_local = jax.sharding.get_abstract_mesh().empty
     if is_row and is_float32 and is_large and is_local and options == (None, None, None):
-        return jax.jit(_row_product)(lhs, rhs)  # otherwise eager calls would trace it each time
+        return _row_product(lhs, rhs)
     return lax.dot_general(
         lhs,
         rhs,
@@ -105,9 +105,12 @@ def _product_of_rows(_, mapped, row, kernel):
     return jax.vmap(jnp.matmul, axes)(row, kernel), True
 
 
-_row_product = jax.custom_jvp(_split_product)
+_differentiable = jax.custom_jvp(_split_product)
 
 
-@_row_product.defjvp
+@_differentiable.defjvp
 def _jvp(primals, tangents):
     return jax.jvp(jnp.matmul, primals, tangents)
+
+
+_row_product = jax.jit(_differentiable)  # otherwise each eager call would trace it again

@@ -69,6 +69,7 @@ struct Backward : Scan<T> {
 // The kernels that were compiled for one instruction set.
 template <typename T>
 struct Kernels {
+  const char* isa;
   void (*forward)(Cell, const Forward<T>&);
   void (*backward)(Cell, const Backward<T>&);
 };

@@ -18,9 +18,9 @@ TWINSCAN_DECLARE(avx2)
 TWINSCAN_DECLARE(avx512)
 #endif
 
-// Whether the environment variable TWINSCAN_WITHOUT names this instruction set. Tests use it to run
-// the kernels for older processors.
-[[maybe_unused]] static bool wanted(const char* isa) {
+// Whether this instruction set may be used. The environment variable TWINSCAN_WITHOUT names those
+// that may not, so that tests can run the kernels for older processors.
+[[maybe_unused]] static bool allowed(const char* isa) {
   static const char* const without = std::getenv("TWINSCAN_WITHOUT");
   return without == nullptr || std::strstr(without, isa) == nullptr;
 }
@@ -29,8 +29,8 @@ template <typename T>
 static const Kernels<T>& choose(const Kernels<T>& baseline, [[maybe_unused]] const Kernels<T>& avx2,
                                 [[maybe_unused]] const Kernels<T>& avx512) {
 #if defined(__x86_64__)
-  if (wanted("avx512") && __builtin_cpu_supports("avx512f")) return avx512;
-  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2;
+  if (allowed("avx512") && __builtin_cpu_supports("avx512f")) return avx512;
+  if (allowed("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2;
 #endif
   return baseline;
 }
@@ -51,3 +51,8 @@ const Kernels<double>& kernels() {
 }
 
 }  // namespace twinscan
+
+// Tests ask which kernels they run.
+extern "C" __attribute__((visibility("default"))) const char* twinscan_isa() {
+  return twinscan::kernels<float>().isa;
+}

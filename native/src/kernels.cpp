@@ -31,7 +31,10 @@ void backward(Cell cell, const Backward<T>& call) {
 
 extern const Kernels<float> kernels_float32;
 extern const Kernels<double> kernels_float64;
-const Kernels<float> kernels_float32{forward<float>, backward<float>};
-const Kernels<double> kernels_float64{forward<double>, backward<double>};
+#define TWINSCAN_TEXT(name) #name
+#define TWINSCAN_NAME(isa) TWINSCAN_TEXT(isa)
+const Kernels<float> kernels_float32{TWINSCAN_NAME(TWINSCAN_ISA), forward<float>, backward<float>};
+const Kernels<double> kernels_float64{TWINSCAN_NAME(TWINSCAN_ISA), forward<double>,
+                                      backward<double>};
 
 }  // namespace twinscan::TWINSCAN_ISA
