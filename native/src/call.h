@@ -1,17 +1,24 @@
 // The arguments and results of the kernels, as plain pointers and sizes.
 //
 // D directions, B rows, T steps, I inputs, H hidden units and G gates. All arrays are row-major.
-// Direction d has columns [d·G·H, (d+1)·G·H) of the arrays of gates, and [d·H, (d+1)·H) of the
-// outputs.
+// Direction d has columns [d·H, (d+1)·H) of the outputs. The residuals and the gradients of the gates
+// are an array for each direction, so that XLA multiplies them without a copy.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace twinscan {
 
 enum class Cell { kLstm, kGru, kRnn };
 
+constexpr int kMostDirections = 2;
+
 constexpr int gates_of(Cell cell) { return cell == Cell::kLstm ? 4 : cell == Cell::kGru ? 3 : 1; }
+
+// One array for each direction.
+template <typename T>
+using Arrays = std::array<T*, kMostDirections>;
 
 // What a forward and a backward call have in common.
 template <typename T>
@@ -36,7 +43,7 @@ struct Scan {
 template <typename T>
 struct Forward : Scan<T> {
   const T* x = nullptr;         // (B, T, I)
-  const T* kernel_x = nullptr;  // (I, D·G·H)
+  const T* kernel_x = nullptr;  // (D, I, G·H)
   const T* bias = nullptr;      // (D, G·H): the sum of each gate's biases, without b_hn
   const T* bias_hn = nullptr;   // (D, H), GRU
 
@@ -44,9 +51,9 @@ struct Forward : Scan<T> {
   T* h = nullptr;  // (D, B, H)
   T* c = nullptr;  // (D, B, H), LSTM
   // The residuals. Null where no gradient is asked for.
-  T* gates = nullptr;  // (B, T, D·G·H): the gates after their activation, LSTM and GRU
-  T* cells = nullptr;  // (B, T, D·H): c_t, LSTM
-  T* n_h = nullptr;    // (B, T, D·H): h_{t−1} W_hn + b_hn, GRU
+  Arrays<T> gates{};  // (B, T, G·H): the gates after their activation, LSTM and GRU
+  Arrays<T> cells{};  // (B, T, H): c_t, LSTM
+  Arrays<T> n_h{};    // (B, T, H): h_{t−1} W_hn + b_hn, GRU
 };
 
 template <typename T>
@@ -55,15 +62,15 @@ struct Backward : Scan<T> {
   const T* dh = nullptr;     // (D, B, H)
   const T* dc = nullptr;     // (D, B, H), LSTM
   const T* y = nullptr;      // (B, T, D·H), GRU and RNN
-  const T* gates = nullptr;  // (B, T, D·G·H), LSTM and GRU
-  const T* cells = nullptr;  // (B, T, D·H), LSTM
-  const T* n_h = nullptr;    // (B, T, D·H), GRU
+  Arrays<const T> gates{};   // (B, T, G·H), LSTM and GRU
+  Arrays<const T> cells{};   // (B, T, H), LSTM
+  Arrays<const T> n_h{};     // (B, T, H), GRU
 
-  // dgates_x may be the same array as gates, and dn_h the same as n_h.
-  T* dgates_x = nullptr;  // (B, T, D·G·H)
-  T* dn_h = nullptr;      // (B, T, D·H), GRU
-  T* dh0 = nullptr;       // (D, B, H)
-  T* dc0 = nullptr;       // (D, B, H), LSTM
+  // dgates_x may be the same arrays as gates, and dn_h the same as n_h.
+  Arrays<T> dgates_x{};  // (B, T, G·H)
+  Arrays<T> dn_h{};      // (B, T, H), GRU
+  T* dh0 = nullptr;      // (D, B, H)
+  T* dc0 = nullptr;      // (D, B, H), LSTM
 };
 
 // The kernels that were compiled for one instruction set.

@@ -33,11 +33,17 @@ class Buffers {
     return buffer ? data<T>(name, **buffer, shape) : fail<T>(buffer.error());
   }
 
-  // The residuals of a call without gradients have size 0.
-  T* residual(const char* name, Shape shape, bool keep) {
-    if (keep) return result(name, shape);
-    ++result_;
-    return nullptr;
+  // Takes an array for each direction.
+  Arrays<const T> arguments(const char* name, int64_t directions, Shape shape) {
+    Arrays<const T> arrays{};
+    for (int64_t d = 0; d < directions; ++d) arrays[d] = argument(name, shape);
+    return arrays;
+  }
+
+  Arrays<T> results(const char* name, int64_t directions, Shape shape) {
+    Arrays<T> arrays{};
+    for (int64_t d = 0; d < directions; ++d) arrays[d] = result(name, shape);
+    return arrays;
   }
 
   // Takes `lengths` and `reset`, which has size 0 where no state restarts.
@@ -97,7 +103,7 @@ ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
   const int64_t gates = gates_of(cell) * n;
   const bool lstm = cell == Cell::kLstm, gru = cell == Cell::kGru;
   call.x = buffers.argument("x", {b, t, call.inputs});
-  call.kernel_x = buffers.argument("kernel_x", {call.inputs, d * gates});
+  call.kernel_x = buffers.argument("kernel_x", {d, call.inputs, gates});
   call.bias = buffers.argument("bias", {d, gates});
   call.kernel = buffers.argument("kernel", {d, n, gates});
   if (gru) call.bias_hn = buffers.argument("bias_hn", {d, n});
@@ -107,9 +113,9 @@ ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
   call.y = buffers.result("y", {b, t, d * n});
   call.h = buffers.result("h", {d, b, n});
   if (lstm) call.c = buffers.result("c", {d, b, n});
-  if (lstm || gru) call.gates = buffers.residual("gates", {b, t, d * gates}, keep);
-  if (lstm) call.cells = buffers.residual("cells", {b, t, d * n}, keep);
-  if (gru) call.n_h = buffers.residual("n_h", {b, t, d * n}, keep);
+  if (keep && (lstm || gru)) call.gates = buffers.results("gates", d, {b, t, gates});
+  if (keep && lstm) call.cells = buffers.results("cells", d, {b, t, n});
+  if (keep && gru) call.n_h = buffers.results("n_h", d, {b, t, n});
   if (buffers.error().success()) kernels<T>().forward(cell, call);
   return buffers.error();
 }
@@ -126,14 +132,14 @@ ffi::Error backward(Cell cell, Backward<T> call, Buffers<T> buffers) {
   call.y = buffers.argument("y", {b, t, d * n});
   call.h0 = buffers.argument("h0", {d, b, n});
   if (lstm) call.c0 = buffers.argument("c0", {d, b, n});
-  if (lstm || gru) call.gates = buffers.argument("gates", {b, t, d * gates});
-  if (lstm) call.cells = buffers.argument("cells", {b, t, d * n});
-  if (gru) call.n_h = buffers.argument("n_h", {b, t, d * n});
+  if (lstm || gru) call.gates = buffers.arguments("gates", d, {b, t, gates});
+  if (lstm) call.cells = buffers.arguments("cells", d, {b, t, n});
+  if (gru) call.n_h = buffers.arguments("n_h", d, {b, t, n});
   buffers.rows(call);
-  call.dgates_x = buffers.result("dgates_x", {b, t, d * gates});
+  call.dgates_x = buffers.results("dgates_x", d, {b, t, gates});
+  if (gru) call.dn_h = buffers.results("dn_h", d, {b, t, n});
   call.dh0 = buffers.result("dh0", {d, b, n});
   if (lstm) call.dc0 = buffers.result("dc0", {d, b, n});
-  if (gru) call.dn_h = buffers.result("dn_h", {b, t, d * n});
   if (buffers.error().success()) kernels<T>().backward(cell, call);
   return buffers.error();
 }
@@ -147,6 +153,9 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
   const auto state = arguments.get<ffi::AnyBuffer>(!is_forward ? 1 : cell == Cell::kGru ? 5 : 4);
   if (!first || !state || first->dimensions().size() != 3 || state->dimensions().size() != 3) {
     return ffi::Error::InvalidArgument("expected sequences and states with 3 dimensions");
+  }
+  if (state->dimensions()[0] > kMostDirections) {
+    return ffi::Error::InvalidArgument("expected one direction or two");
   }
   const auto with_type = [&](auto call) {
     call.batch = first->dimensions()[0];

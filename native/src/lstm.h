@@ -21,13 +21,13 @@ struct LstmForward {
     const Vector<T> g = tanh<T>(sum(2)), o = sigmoid<T>(sum(3));
     c = f * c + i * g;
     h = o * tanh<T>(c);
-    if (call.gates == nullptr) return;
-    T* gates = call.gates + at.gates;
+    if (call.gates[at.d] == nullptr) return;
+    T* const gates = call.gates[at.d] + at.gates;
     store(gates, i, at.count);
     store(gates + call.hidden, f, at.count);
     store(gates + 2 * call.hidden, g, at.count);
     store(gates + 3 * call.hidden, o, at.count);
-    store(call.cells + at.output, c, at.count);
+    store(call.cells[at.d] + at.kept, c, at.count);
   }
 };
 
@@ -37,17 +37,19 @@ struct LstmBackward {
 
   static void step(const Backward<T>& call, const Place& at, bool restarts, Vector<T>& dh,
                    Vector<T>& dc, Vector<T>* dsums) {
-    const auto gate = [&](int g) { return load(call.gates + at.gates + g * call.hidden, at.count); };
+    const T* const gates = call.gates[at.d] + at.gates;
+    const auto gate = [&](int g) { return load(gates + g * call.hidden, at.count); };
     const Vector<T> i = gate(0), f = gate(1), g = gate(2), o = gate(3);
-    const Vector<T> c_earlier = load_earlier(at, restarts, call.c0, call.cells);
-    const Vector<T> tanh_c = tanh<T>(load(call.cells + at.output, at.count));
+    const T* const cell = call.cells[at.d] + at.kept;
+    const Vector<T> c_earlier = load_earlier(at, restarts, call.c0, cell, call.hidden);
+    const Vector<T> tanh_c = tanh<T>(load(cell, at.count));
     dc += dh * o * (1 - tanh_c * tanh_c);
     dsums[0] = dc * g * (i * (1 - i));
     dsums[1] = dc * c_earlier * (f * (1 - f));
     dsums[2] = dc * i * (1 - g * g);
     dsums[3] = dh * tanh_c * (o * (1 - o));
     for (int k = 0; k < kGates; ++k) {
-      store(call.dgates_x + at.gates + k * call.hidden, dsums[k], at.count);
+      store(call.dgates_x[at.d] + at.gates + k * call.hidden, dsums[k], at.count);
     }
     dc *= f;
     dh = Vector<T>{};  // h_{t−1} is in the sums only

@@ -34,12 +34,13 @@ struct ForwardPass {
       Cell::step(call, at, of_x, of_h, h, c);
       store(call.y + at.output, h, at.count);
     } else {
-      for (int g = 0; g < kGates && call.gates != nullptr; ++g) {
-        store(call.gates + at.gates + g * call.hidden, Vector<T>{}, at.count);
+      for (int g = 0; g < kGates && call.gates[at.d] != nullptr; ++g) {
+        store(call.gates[at.d] + at.gates + g * call.hidden, Vector<T>{}, at.count);
       }
-      for (T* outputs : {call.y, call.cells, call.n_h}) {
-        if (outputs != nullptr) store(outputs + at.output, Vector<T>{}, at.count);
+      for (T* kept : {call.cells[at.d], call.n_h[at.d]}) {
+        if (kept != nullptr) store(kept + at.kept, Vector<T>{}, at.count);
       }
+      store(call.y + at.output, Vector<T>{}, at.count);
     }
     store(next, row.restarts ? Vector<T>{} : h);
     store(states[0] + at.padded, row.restarts ? Vector<T>{} : c);
@@ -77,9 +78,10 @@ struct BackwardPass {
       Cell::step(call, at, row.restarts, dh, dc, dsums);
     } else {
       for (int g = 0; g < kGates; ++g) {
-        store(call.dgates_x + at.gates + g * call.hidden, Vector<T>{}, at.count);
+        store(call.dgates_x[at.d] + at.gates + g * call.hidden, Vector<T>{}, at.count);
       }
-      if (call.dn_h != nullptr) store(call.dn_h + at.output, Vector<T>{}, at.count);
+      T* const dn_h = call.dn_h[at.d];
+      if (dn_h != nullptr) store(dn_h + at.kept, Vector<T>{}, at.count);
     }
     if (row.active && row.restarts) dh = dc = Vector<T>{};
     for (int g = 0; g < kGates; ++g) {
@@ -95,11 +97,13 @@ struct BackwardPass {
   }
 };
 
-// The value before a step: `start` at the first step, and zero where the state restarts.
+// The value before a step: `start` at the first step, and zero where the state restarts. `now` is
+// the value after the step, in an array whose steps have `distance` numbers.
 template <typename T>
-inline Vector<T> load_earlier(const Place& at, bool restarts, const T* start, const T* sequence) {
+inline Vector<T> load_earlier(const Place& at, bool restarts, const T* start, const T* now,
+                              int64_t distance) {
   if (restarts) return Vector<T>{};
-  return at.earlier < 0 ? load(start + at.state, at.count) : load(sequence + at.earlier, at.count);
+  return load(at.earlier == 0 ? start + at.state : now + at.earlier * distance, at.count);
 }
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -25,7 +25,7 @@ struct RnnBackward {
                    Vector<T>* dsums) {
     const Vector<T> y = load(call.y + at.output, at.count);
     *dsums = call.relu ? (y > 0 ? dh : Vector<T>{}) : dh * (1 - y * y);
-    store(call.dgates_x + at.gates, *dsums, at.count);
+    store(call.dgates_x[at.d] + at.gates, *dsums, at.count);
     dh = Vector<T>{};  // h_{t−1} is in the sum only
   }
 };

@@ -24,9 +24,10 @@ struct Place {
   int64_t unit, count;  // the first unit, and how many: a whole vector, or fewer in the last one
   int64_t state;        // in arrays of shape (D, B, H)
   int64_t padded;       // in arrays of the workspace, of shape (D, B, padded H)
-  int64_t gates;        // in arrays of shape (B, T, D·G·H), at the first gate
+  int64_t gates;        // in an array of shape (B, T, G·H), at the first gate
+  int64_t kept;         // in arrays of shape (B, T, H)
   int64_t output;       // in arrays of shape (B, T, D·H)
-  int64_t earlier;      // the same at the step before; −1 at a row's first step
+  int64_t earlier;      // from t to the step before: −1, or 1 in reverse; 0 at a row's first step
 };
 
 // What happens to a row at one step.
@@ -226,7 +227,7 @@ class Loop {
 
   void pack_x(const Part& part, int64_t block, int blocks) {
     const int64_t hidden = call_.hidden, columns = kGates * hidden;
-    pack(call_.kernel_x + part.d * columns, call_.inputs, call_.directions * columns, hidden, kGates,
+    pack(call_.kernel_x + part.d * call_.inputs * columns, call_.inputs, columns, hidden, kGates,
          block, blocks, packed_x(part, block));
   }
 
@@ -292,19 +293,18 @@ class Loop {
   // Calls visit(place, row of the part, vector of the panel).
   template <typename Visit>
   void for_each_place(const Part& part, int64_t block, int64_t blocks, int64_t t, Visit visit) {
-    const int64_t hidden = call_.hidden, columns = call_.directions * hidden;
+    const int64_t hidden = call_.hidden;
     const bool reversed = call_.reversed(part.d);
     for (int64_t b = 0; b < part.rows; ++b) {
       const int64_t row = part.row + b, state = part.d * call_.batch + row;
-      const int64_t at = row * call_.time + t;
+      const int64_t kept = (row * call_.time + t) * hidden;
+      const int64_t output = kept * call_.directions + part.d * hidden;
       const bool first = reversed ? t + 1 >= call_.lengths[row] : t == 0;
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
-        const int64_t output = at * columns + part.d * hidden + unit;
         visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,
-                    state * blocks_ * kLanes<T> + unit,
-                    (at * columns + part.d * hidden) * kGates + unit, output,
-                    first ? -1 : output + (reversed ? columns : -columns)},
+                    state * blocks_ * kLanes<T> + unit, kept * kGates + unit, kept + unit,
+                    output + unit, first ? 0 : reversed ? 1 : -1},
               b, v);
       }
     }

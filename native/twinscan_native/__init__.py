@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-INTERFACE = 2
+INTERFACE = 3
 """The version of the arguments and results of the kernels. twinscan refuses another one."""
 
 

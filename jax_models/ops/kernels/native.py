@@ -111,13 +111,15 @@ def _layer(kind: Kind, x, state, cells, rows: Rows):
         jax.eval_shape(kind.operator, x, kind.state(*(s[index] for s in state)), **cell)
     zeros = jnp.zeros_like(cells[0]["kernel_hh"][0])
     biases = [[cell.get(name, zeros) for name in ("bias_ih", "bias_hh")] for cell in cells]
-    kernel = jnp.stack([cell["kernel_hh"] for cell in cells])
-    arguments = {"x": x, "kernel": kernel, "start": tuple(s.astype(kernel.dtype) for s in state)}
+    kernel_x, kernel = (
+        jnp.stack([cell[name] for cell in cells]) for name in ("kernel_ih", "kernel_hh")
+    )
+    start = tuple(s.astype(kernel.dtype) for s in state)
+    arguments = {"x": x, "kernel_x": kernel_x, "kernel": kernel, "start": start}
     if kind == GRU:  # its b_hn is inside the product with the reset gate
         hidden = kernel.shape[1]
         arguments["bias_hn"] = jnp.stack([bias_hh[2 * hidden :] for _, bias_hh in biases])
         biases = [[b_ih, b_hh.at[2 * hidden :].set(0)] for b_ih, b_hh in biases]
-    arguments["kernel_x"] = jnp.concatenate([cell["kernel_ih"] for cell in cells], axis=1)
     arguments["bias"] = jnp.stack([bias_ih + bias_hh for bias_ih, bias_hh in biases])
     arguments, rows = match_varying_axes((arguments, rows))
     if 0 in x.shape[:2]:  # there is nothing to run
@@ -219,21 +221,20 @@ def _gradient(kind: Kind, residuals, gradients):
     found = _call(Call(kind, "backward"), {**given, "rows": rows})
     # The gradients of the products of h are those of the gates, except where r multiplies one.
     directions, hidden, _ = kernel.shape
-    of_h = jnp.split(found["gates_x"], directions, axis=-1)
-    found["bias"] = jnp.stack([gates.sum((0, 1)) for gates in of_h])
+    of_x = of_h = found.pop("gates_x")
+    found["bias"] = jnp.stack([gates.sum((0, 1)) for gates in of_x])
     if kind == GRU:
-        n_h = jnp.split(found.pop("n_h"), directions, axis=-1)
+        n_h = found.pop("n_h")
         found["bias_hn"] = jnp.stack([n.sum((0, 1)) for n in n_h])
-        pairs = zip(of_h, n_h, strict=True)
+        pairs = zip(of_x, n_h, strict=True)
         of_h = [jnp.concatenate([rzn[..., : 2 * hidden], n], axis=-1) for rzn, n in pairs]
-    of_kernel = []
-    for index, y_d in enumerate(jnp.split(y, directions, axis=-1)):
-        h = _before(y_d, start[0][index], rows, reverse=index == 1)
-        of_kernel.append(_weight_gradient(h, of_h[index]))
-    of_x = found.pop("gates_x")
-    found["x"] = affine(of_x, operands["kernel_x"].T)
-    found["kernel_x"] = _weight_gradient(operands["x"], of_x)
-    return {**found, "kernel": jnp.stack(of_kernel)}
+    outputs = enumerate(jnp.split(y, directions, axis=-1))
+    h = [_before(y_d, start[0][d], rows, reverse=d == 1) for d, y_d in outputs]
+    found["kernel"] = jnp.stack([*map(_weight_gradient, h, of_h)])
+    found["kernel_x"] = jnp.stack([_weight_gradient(operands["x"], gates) for gates in of_x])
+    kernels_x = [kernel_x.T for kernel_x in operands["kernel_x"]]
+    found["x"] = sum(map(affine, of_x, kernels_x))
+    return found
 
 
 def _weight_gradient(x, gradient):

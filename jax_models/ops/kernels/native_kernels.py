@@ -18,7 +18,7 @@ from jax_models.ops.recurrence import State, Step, recurrence
 from jax_models.ops.rnn import STEPS, RNNState, rnn
 from jax_models.ops.rows import Rows
 
-INTERFACE = 2
+INTERFACE = 3
 """The version of the arguments and results of the kernels, which `twinscan_native` states, too."""
 
 
@@ -64,22 +64,22 @@ class Kind(NamedTuple):
     operator: Callable[..., Any]
     """The operator that runs the recurrence by XLA, and checks its weights."""
     num_kept: int
-    """The number of arrays that the forward kernel keeps for the backward kernel."""
-    overwritten: tuple[int, ...]
-    """For each of the first of these arrays, the result of the backward kernel written over it."""
+    """How many arrays the forward kernel keeps for the backward kernel, in each direction."""
+    num_overwritten: int
+    """How many of them, from the first on, the backward kernel replaces by its first results."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
 
 LSTM = Kind(
-    "lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2, overwritten=(0,)
+    "lstm", "ifgo", partial(from_gates_x, lstm_step), LSTMState, lstm, num_kept=2, num_overwritten=1
 )
 GRU = Kind(
-    "gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2, overwritten=(0, 2)
+    "gru", "rzn", partial(from_gates_x, gru_step), GRUState, gru, num_kept=2, num_overwritten=2
 )
 RNNS = {
     name: Kind(
-        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, (), (("relu", name == "relu"),)
+        "rnn", "h", partial(from_gates_x, step), RNNState, rnn, 0, 0, (("relu", name == "relu"),)
     )
     for name, step in STEPS.items()
 }
@@ -111,12 +111,14 @@ def result_shapes(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     directions, hidden, gates = kernel.shape
     batch, time = operands["x" if call.way == "forward" else "y"].shape[:2]
     of_gates, of_state = (
-        kernel.update(shape=(batch, time, directions * size)) for size in (gates, hidden)
+        (kernel.update(shape=(batch, time, size)),) * directions for size in (gates, hidden)
     )
     if call.way == "forward":
+        y = kernel.update(shape=(batch, time, directions * hidden))
         kept = (of_gates, of_state)[: call.kind.num_kept if call.keep else 0]
-        return {"y": of_state, "last": start, "kept": kept}
-    return {"gates_x": of_gates, "start": start} | ({"n_h": of_state} if call.kind == GRU else {})
+        return {"y": y, "last": start, "kept": kept}
+    n_h = {"n_h": of_state} if call.kind == GRU else {}
+    return {"gates_x": of_gates, **n_h, "start": start}
 
 
 def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
@@ -137,24 +139,21 @@ def by_kernel(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
     shapes, tree = jax.tree.flatten([*results.values()])
     if call.way == "forward":
         aliases, options["keep"] = {}, call.keep
-        unused = 0 if call.keep else call.kind.num_kept
-        shapes += [jax.ShapeDtypeStruct((0,), kernel.dtype)] * unused
     else:
-        first_kept = len(arrays) - call.kind.num_kept
-        aliases = {first_kept + i: result for i, result in enumerate(call.kind.overwritten)}
+        first_kept = len(arrays) - call.kind.num_kept * directions
+        aliases = {first_kept + i: i for i in range(call.kind.num_overwritten * directions)}
     name = f"twinscan_{call.kind.name}_{call.way}"
     function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
     arrays = function(*arrays, lengths, reset, **options)
-    return dict(zip(results, tree.unflatten(arrays[: tree.num_leaves]), strict=True))
+    return dict(zip(results, tree.unflatten(arrays), strict=True))
 
 
 def by_xla(kind: Kind, rows: Rows, operands: dict[str, Any]):
     """Returns y and the last state without a kernel."""
     kernel, biases = operands["kernel"], operands.get("bias_hn")
-    gates_x = affine(operands["x"], operands["kernel_x"])
     outputs, last_states = [], []
-    for index, of_x in enumerate(jnp.split(gates_x, len(kernel), axis=-1)):
-        of_x += jnp.broadcast_to(operands["bias"][index], of_x.shape)
+    for index, kernel_x in enumerate(operands["kernel_x"]):
+        of_x = affine(operands["x"], kernel_x, operands["bias"][index])
         bias = None if biases is None else jnp.pad(biases[index], (2 * kernel.shape[1], 0))
         y, last = recurrence(
             kind.step,
