@@ -5,7 +5,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from benchmarks.outcome import Row
-from benchmarks.problem import BOTH
+from benchmarks.problem import BOTH, OURS
+from benchmarks.report.plot import LONGEST
 from benchmarks.report.store import Record
 
 
@@ -66,19 +67,20 @@ SHOWN = (
         {"torch SDPA": TORCH, "jax.nn.dot_product_attention": PLAIN},
     ),
 )
-STYLES = {
-    NATIVE: ("*", "black"),
-    TORCH: ("s", "C1"),
-    TRANSFORMERS: ("D", "C3"),
-    FLAX: ("o", "C0"),
-    EQUINOX: ("^", "C2"),
-    GEMMA: ("v", "C4"),
-    PLAIN: ("x", "0.4"),
+COLORS = {
+    OURS: "C3",
+    NATIVE: "C1",
+    TORCH: "C0",
+    FLAX: "C2",
+    EQUINOX: "C4",
+    TRANSFORMERS: "C5",
+    GEMMA: "C6",
+    PLAIN: "C7",
 }
 
 
 def overview(records: list[Record]) -> Figure | None:
-    """Draws the times of the other packages as multiples of ours, on a CPU.
+    """Draws the times of all packages as multiples of ours, on a CPU.
 
     Each time is that of a forward and a backward pass with the default allocator. Returns None if
     the records have none of the problems.
@@ -93,31 +95,29 @@ def overview(records: list[Record]) -> Figure | None:
     if not shown:
         return None
 
-    figure = Figure(figsize=(8, 0.9 + 0.36 * len(shown)), layout="constrained")
+    bars = []  # of each problem: the time of each group, the fastest first
+    for each in shown:
+        groups = {OURS: OURS, **each.others}
+        times = {groups.get(row.name): row.ms for row in rows[each.family, each.problem]}
+        times.pop(None, None)
+        bars.append(sorted((ms / times[OURS], group) for group, ms in times.items()))
+
+    figure = Figure(figsize=(8, 1 + 0.13 * sum(len(b) + 1.5 for b in bars)), layout="constrained")
     axes = figure.subplots()
-    axes.axvline(1, color="black", linewidth=1)
-    labels = []
-    for y, each in enumerate(shown):
-        found = rows[each.family, each.problem]
-        ours = next(row.ms for row in found if row.ours)
-        labels.append(f"{each.title}\n{ours:,.0f} ms with twinscan")
-        for row in found:
-            if row.name in each.others:
-                group = each.others[row.name]
-                marker, color = STYLES[group]
-                axes.plot(row.ms / ours, y, marker, color=color, label=group, markersize=7)
+    middles, top = [], 0.0
+    for times in bars:
+        for place, (time, group) in enumerate(times):
+            (bar,) = axes.barh(top + place, min(time, LONGEST), color=COLORS[group], label=group)
+            text = f"{time:.2f}" if time < LONGEST else f"{time:.0f} →"
+            axes.text(bar.get_width(), top + place, f" {text}", va="center", fontsize=6)
+        middles.append(top + (len(times) - 1) / 2)
+        top += len(times) + 1.5
+    axes.axvline(1, color="black", linewidth=0.8)
     named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(
-        [named[group] for group in STYLES if group in named],
-        [group for group in STYLES if group in named],
-        loc="lower right",
-        fontsize=8,
-    )
-    axes.set_xscale("log")
-    axes.set_xticks([0.2, 0.5, 1, 2, 5, 10, 20], ["0.2", "0.5", "1", "2", "5", "10", "20"])
-    axes.minorticks_off()
-    axes.set_yticks(range(len(shown)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("time as a multiple of twinscan's: left of 1 is faster, right of 1 is slower")
+    groups = [group for group in COLORS if group in named]
+    axes.legend([named[group] for group in groups], groups, loc="lower right", fontsize=8)
+    axes.set_yticks(middles, [each.title for each in shown], fontsize=8)
+    axes.set_ylim(top - 1, -1)
+    axes.margins(x=0.06)
+    axes.set_xlabel("time as a multiple of twinscan's: shorter is faster")
     return figure
