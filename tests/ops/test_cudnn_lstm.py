@@ -170,6 +170,7 @@ def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypa
         ({"proj_features": 2}, {}),
         ({}, {"reset": jnp.zeros((BATCH, TIME), bool)}),
         ({}, {"x": x[:, :1]}),
+        ({}, {"x": x[:1]}),
         ({"dtype": jnp.bfloat16}, {"x": x.astype("bfloat16")}),
     ):
         assert "rnn_fwd" not in program(build(**{"method": "auto", **options}), **call)
