@@ -100,7 +100,7 @@ def problems(quick: bool) -> list[Recurrence]:
     """Long sequences, or short ones in a quick run."""
     if quick:
         return [Recurrence(2, 128, 2, 32)]
-    return [Recurrence(4, 1024, 4, 64), Recurrence(4, 2048, 4, 64), Recurrence(2, 2048, 16, 128)]
+    return [Recurrence(4, 1024, 4, 64), Recurrence(4, 2048, 4, 64), Recurrence(1, 2048, 16, 128)]
 
 
 contenders = Contenders()

@@ -61,7 +61,7 @@ SHOWN = (
         {"torch.fft": TORCH, "plain jnp.fft": PLAIN},
     ),
     Shown(
-        "attention with a mask",
+        "causal attention, 4 × 1,024 steps",
         "attention",
         "4 × 1024, 6 heads of 64",
         {"torch SDPA": TORCH, "jax.nn.dot_product_attention": PLAIN},
@@ -115,7 +115,8 @@ def overview(records: list[Record]) -> Figure | None:
     axes.axvline(1, color="black", linewidth=0.8)
     named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     groups = [group for group in COLORS if group in named]
-    axes.legend([named[group] for group in groups], groups, loc="lower right", fontsize=8)
+    handles = [named[group] for group in groups]
+    figure.legend(handles, groups, loc="outside lower center", ncols=4, fontsize=8)
     axes.set_yticks(middles, [each.title for each in shown], fontsize=8)
     axes.set_ylim(top - 1, -1)
     axes.margins(x=0.06)
