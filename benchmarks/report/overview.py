@@ -61,7 +61,7 @@ SHOWN = (
         {"torch.fft": TORCH, "plain jnp.fft": PLAIN},
     ),
     Shown(
-        "causal attention, 4 × 1,024 steps",
+        "Causal attention, 4 × 1,024 steps",
         "attention",
         "4 × 1024, 6 heads of 64",
         {"torch SDPA": TORCH, "jax.nn.dot_product_attention": PLAIN},
@@ -95,11 +95,11 @@ def overview(records: list[Record]) -> Figure | None:
     if not shown:
         return None
 
-    bars = []  # of each problem: the time of each group, the fastest first
+    bars = []  # for each problem: pairs (time, group), the fastest first
     for each in shown:
         groups = {OURS: OURS, **each.others}
-        times = {groups.get(row.name): row.ms for row in rows[each.family, each.problem]}
-        times.pop(None, None)
+        found = rows[each.family, each.problem]
+        times = {groups[row.name]: row.ms for row in found if row.name in groups}
         bars.append(sorted((ms / times[OURS], group) for group, ms in times.items()))
 
     figure = Figure(figsize=(8, 1 + 0.13 * sum(len(b) + 1.5 for b in bars)), layout="constrained")
@@ -108,17 +108,17 @@ def overview(records: list[Record]) -> Figure | None:
     for times in bars:
         for place, (time, group) in enumerate(times):
             (bar,) = axes.barh(top + place, min(time, LONGEST), color=COLORS[group], label=group)
-            text = f"{time:.2f}" if time < LONGEST else f"{time:.0f} →"
+            text = f"{time:.2f}" if time < LONGEST else f"{time:.1f} →"
             axes.text(bar.get_width(), top + place, f" {text}", va="center", fontsize=6)
         middles.append(top + (len(times) - 1) / 2)
         top += len(times) + 1.5
     axes.axvline(1, color="black", linewidth=0.8)
     named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    groups = [group for group in COLORS if group in named]
-    handles = [named[group] for group in groups]
-    figure.legend(handles, groups, loc="outside lower center", ncols=4, fontsize=8)
+    drawn = [group for group in COLORS if group in named]
+    handles = [named[group] for group in drawn]
+    figure.legend(handles, drawn, loc="outside lower center", ncols=4, fontsize=8)
     axes.set_yticks(middles, [each.title for each in shown], fontsize=8)
     axes.set_ylim(top - 1, -1)
     axes.margins(x=0.06)
-    axes.set_xlabel("time as a multiple of twinscan's: shorter is faster")
+    axes.set_xlabel(f"time as a multiple of twinscan's (shorter is faster; bars end at {LONGEST})")
     return figure

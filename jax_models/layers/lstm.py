@@ -65,13 +65,13 @@ class LSTM(RecurrentStack[LSTMState]):
         NotImplementedError: (at the call) method is "cudnn" or "native", which does not support the
             call.
 
-    "auto" uses cuDNN if the program runs on the machine's only NVIDIA GPU or inside a
-    `jax.shard_map` over NVIDIA GPUs, because the compiler cannot divide a call of cuDNN over
-    several GPUs. Like JAX's own matrix products on a GPU, those of cuDNN use TensorFloat-32 unless
-    `jax.default_matmul_precision("highest")` or another setting asks for more. Under `vmap`, calls
-    of cuDNN run one after the other, and cuDNN has no forward-mode gradient. On a CPU, "auto" uses
-    the native kernels for 16 steps or more in float32, if the program has a single device or is
-    inside a `jax.shard_map`.
+    "auto" uses cuDNN for more than one row and step, if the program runs on the machine's only
+    NVIDIA GPU or inside a `jax.shard_map` over NVIDIA GPUs, because the compiler cannot divide a
+    call of cuDNN over several GPUs. Like JAX's own matrix products on a GPU, those of cuDNN use
+    TensorFloat-32 unless `jax.default_matmul_precision("highest")` or another setting asks for
+    more. Under `vmap`, calls of cuDNN run one after the other, and cuDNN has no forward-mode
+    gradient. On a CPU, "auto" uses the native kernels for 16 steps or more in float32, if the
+    program has a single device or is inside a `jax.shard_map`.
 
     Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM,
     with one bias per layer). To continue training labml's LSTM, build the layer with

@@ -1,8 +1,8 @@
 // The arguments and results of the kernels, as plain pointers and sizes.
 //
 // D directions, B rows, T steps, I inputs, H hidden units and G gates. All arrays are row-major.
-// Direction d has columns [d·H, (d+1)·H) of the outputs. The residuals and the gradients of the gates
-// are an array for each direction, so that XLA multiplies them without a copy.
+// Direction d has columns [d·H, (d+1)·H) of the outputs. The residuals and the gradients of the
+// gates have one array per direction, so that XLA can multiply each without copying it.
 #pragma once
 
 #include <array>

@@ -57,7 +57,13 @@ class Buffers {
     }
   }
 
-  const ffi::Error& error() const { return error_; }
+  // Returns the first error, also if the call has further arguments or results.
+  ffi::Error error() {
+    if (argument_ < arguments_.size() || result_ < results_.size()) {
+      fail<T>(ffi::Error::InvalidArgument("expected fewer arguments or results"));
+    }
+    return error_;
+  }
 
  private:
   template <typename U>
@@ -116,8 +122,9 @@ ffi::Error forward(Cell cell, Forward<T> call, bool keep, Buffers<T> buffers) {
   if (keep && (lstm || gru)) call.gates = buffers.results("gates", d, {b, t, gates});
   if (keep && lstm) call.cells = buffers.results("cells", d, {b, t, n});
   if (keep && gru) call.n_h = buffers.results("n_h", d, {b, t, n});
-  if (buffers.error().success()) kernels<T>().forward(cell, call);
-  return buffers.error();
+  ffi::Error error = buffers.error();
+  if (error.success()) kernels<T>().forward(cell, call);
+  return error;
 }
 
 template <typename T>
@@ -140,8 +147,9 @@ ffi::Error backward(Cell cell, Backward<T> call, Buffers<T> buffers) {
   if (gru) call.dn_h = buffers.results("dn_h", d, {b, t, n});
   call.dh0 = buffers.result("dh0", {d, b, n});
   if (lstm) call.dc0 = buffers.result("dc0", {d, b, n});
-  if (buffers.error().success()) kernels<T>().backward(cell, call);
-  return buffers.error();
+  ffi::Error error = buffers.error();
+  if (error.success()) kernels<T>().backward(cell, call);
+  return error;
 }
 
 // Reads the sizes from the first argument, which has shape (B, T, ·), and a state of shape (D, B, H).
@@ -154,7 +162,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
   if (!first || !state || first->dimensions().size() != 3 || state->dimensions().size() != 3) {
     return ffi::Error::InvalidArgument("expected sequences and states with 3 dimensions");
   }
-  if (state->dimensions()[0] > kMostDirections) {
+  if (const int64_t d = state->dimensions()[0]; d < 1 || d > kMostDirections) {
     return ffi::Error::InvalidArgument("expected one direction or two");
   }
   const auto with_type = [&](auto call) {

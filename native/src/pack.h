@@ -6,13 +6,13 @@
 
 namespace twinscan::TWINSCAN_ISA {
 
-// W_ih or W_hh for the forward pass: some vectors of units of each gate. The rows of W lie `stride`
-// numbers apart.
+// W_ih or W_hh for the forward pass: some vectors of units of each gate.
 //     panel[k][v·gates + g][lane] = W[k, g·H + unit], unit = (block + v)·lanes + lane
 template <typename T>
-void pack(const T* kernel, int64_t depth, int64_t stride, int64_t hidden, int gates, int64_t block,
-          int blocks, T* panel) {
+void pack(const T* kernel, int64_t depth, int64_t hidden, int gates, int64_t block, int blocks,
+          T* panel) {
   constexpr int lanes = kLanes<T>;
+  const int64_t stride = gates * hidden;
   for (int64_t k = 0; k < depth; ++k) {
     for (int64_t v = block; v < block + blocks; ++v) {
       for (int g = 0; g < gates; ++g, panel += lanes) {

@@ -37,8 +37,8 @@ struct ForwardPass {
       for (int g = 0; g < kGates && call.gates[at.d] != nullptr; ++g) {
         store(call.gates[at.d] + at.gates + g * call.hidden, Vector<T>{}, at.count);
       }
-      for (T* kept : {call.cells[at.d], call.n_h[at.d]}) {
-        if (kept != nullptr) store(kept + at.kept, Vector<T>{}, at.count);
+      for (T* residual : {call.cells[at.d], call.n_h[at.d]}) {
+        if (residual != nullptr) store(residual + at.kept, Vector<T>{}, at.count);
       }
       store(call.y + at.output, Vector<T>{}, at.count);
     }
@@ -97,8 +97,8 @@ struct BackwardPass {
   }
 };
 
-// The value before a step: `start` at the first step, and zero where the state restarts. `now` is
-// the value after the step, in an array whose steps have `distance` numbers.
+// The value before a step: `start` at the first step, and zero where the state restarts. `now`
+// points at the value after the step, in an array whose steps lie `distance` numbers apart.
 template <typename T>
 inline Vector<T> load_earlier(const Place& at, bool restarts, const T* start, const T* now,
                               int64_t distance) {

@@ -27,7 +27,7 @@ struct Place {
   int64_t gates;        // in an array of shape (B, T, G·H), at the first gate
   int64_t kept;         // in arrays of shape (B, T, H)
   int64_t output;       // in arrays of shape (B, T, D·H)
-  int64_t earlier;      // from t to the step before: −1, or 1 in reverse; 0 at a row's first step
+  int64_t earlier;      // steps from t to the one before: −1, or 1 in reverse; 0 at a row's first
 };
 
 // What happens to a row at one step.
@@ -210,14 +210,14 @@ class Loop {
 
   // Packs the panels of this part's units. Threads with the same units share this work.
   void pack_panels(const Part& part) {
-    const int64_t hidden = call_.hidden, columns = kGates * hidden;
-    const T* kernel = call_.kernel + part.d * hidden * columns;
+    const int64_t hidden = call_.hidden;
+    const T* kernel = call_.kernel + part.d * hidden * kGates * hidden;
     for (int64_t panel = part.row_part; panel < part.panels; panel += division_.rows) {
       const int64_t block = part.panel_start(panel);
       const int blocks = int(part.panel_start(panel + 1) - block);
       T* packed = packed_ + (part.d * blocks_ + block) * block_size(depth_);
       if constexpr (Pass::kForward) {
-        pack(kernel, hidden, columns, hidden, kGates, block, blocks, packed);
+        pack(kernel, hidden, hidden, kGates, block, blocks, packed);
         if (!one_chunk()) pack_x(part, block, blocks);
       } else {
         pack_transposed(kernel, hidden, kGates, block, blocks, packed);
@@ -226,9 +226,8 @@ class Loop {
   }
 
   void pack_x(const Part& part, int64_t block, int blocks) {
-    const int64_t hidden = call_.hidden, columns = kGates * hidden;
-    pack(call_.kernel_x + part.d * call_.inputs * columns, call_.inputs, columns, hidden, kGates,
-         block, blocks, packed_x(part, block));
+    const T* kernel_x = call_.kernel_x + part.d * call_.inputs * kGates * call_.hidden;
+    pack(kernel_x, call_.inputs, call_.hidden, kGates, block, blocks, packed_x(part, block));
   }
 
   // Whether one chunk holds all steps. Each panel of W_x is then used once, and the next one
@@ -299,7 +298,7 @@ class Loop {
       const int64_t row = part.row + b, state = part.d * call_.batch + row;
       const int64_t kept = (row * call_.time + t) * hidden;
       const int64_t output = kept * call_.directions + part.d * hidden;
-      const bool first = reversed ? t + 1 >= call_.lengths[row] : t == 0;
+      const bool first = reversed ? t + 1 >= std::min<int64_t>(call_.lengths[row], call_.time) : t == 0;
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,

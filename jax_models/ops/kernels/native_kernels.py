@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     num_kept: int
     """How many arrays the forward kernel keeps for the backward kernel, in each direction."""
     num_overwritten: int
-    """How many of them, from the first on, the backward kernel replaces by its first results."""
+    """How many of these, from the first on, the backward kernel overwrites with its results."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further attributes of the kernels."""
 
