@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jax_models.allocator import SETTINGS, library_of, malloc_is_glibc
+from jax_models.allocator import ALLOCATE, SETTINGS, library_of, malloc_is_glibc
 
 Allocator = Literal["default", "tuned"]
 ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
@@ -71,7 +71,7 @@ def find_environment(compute: Callable[[np.ndarray], object], allocator: Allocat
     """The environment of this process, in which `compute` makes a framework compute on an array."""
     threads, cores = working_threads(compute)
     glibc = " ".join(platform.libc_ver())
-    malloc = glibc if malloc_is_glibc() else Path(library_of("malloc")).name
+    malloc = glibc if malloc_is_glibc() else Path(library_of(ALLOCATE)).name
     settings = "".join(f", {name} {value}" for name, (_, value) in SETTINGS.items())
     names = (*MALLOC_PREFIXES, *THREAD_PREFIXES)
     return Environment(

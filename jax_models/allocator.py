@@ -12,6 +12,10 @@ SETTINGS = {
 }
 """The parameters of glibc's `mallopt`: the number of each and the value it is set to."""
 
+ALLOCATE = "posix_memalign"
+"""A function that every malloc replaces. In some executables, such as Debian's Python, the address
+of `malloc` itself is one of the executable, whatever malloc runs."""
+
 
 def tune_allocator() -> bool:
     """Let this process keep the memory that it frees, which makes the next allocation cheap.
@@ -51,7 +55,7 @@ def malloc_is_glibc() -> bool:
         return False
     process = ctypes.CDLL(None)
     return hasattr(process, "gnu_get_libc_version") and (
-        library_of("malloc") == library_of("gnu_get_libc_version")
+        library_of(ALLOCATE) == library_of("gnu_get_libc_version")
     )
 
 

@@ -25,7 +25,7 @@ print(before, jax_models.tune_allocator(), keeps_memory())
     ("change", "printed"),
     [
         ("", "False True True\n"),
-        ("allocator.library_of = {'malloc': 'jemalloc.so.2'}.get", "False False False\n"),
+        ("allocator.library_of = {allocator.ALLOCATE: 'jemalloc.so.2'}.get", "False False False\n"),
     ],
     ids=["glibc", "a preloaded malloc"],
 )
