@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class Workers:
 
     def __exit__(self, *_):
         for process, pipe in self.processes.values():
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):
                 pipe.send(None)
             process.join(timeout=10)
 
@@ -112,10 +113,12 @@ class Workers:
         try:
             pipe.send((function, args))
             answer, error = pipe.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             process.join()
+            killed = process.exitcode == -signal.SIGKILL
+            reason = ", which often means that memory ran out" if killed else ""
             raise Unsuitable(
-                f"{framework}: its worker ended with code {process.exitcode}"
+                f"{framework}: its worker ended with code {process.exitcode}{reason}"
             ) from None
         if error is not None:
             raise error

@@ -5,6 +5,7 @@
 // gates have one array per direction, so that XLA can multiply each without copying it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -35,6 +36,10 @@ struct Scan {
 
   bool reversed(int64_t d) const { return reverse >> d & 1; }
   bool active(int64_t b, int64_t t) const { return t < lengths[b]; }
+  // Whether row b begins at step t. In reverse, it begins at its last step that is not padding.
+  bool first(int64_t d, int64_t b, int64_t t) const {
+    return reversed(d) ? t + 1 >= std::min<int64_t>(lengths[b], time) : t == 0;
+  }
   bool restarts(int64_t d, int64_t b, int64_t t) const {
     return reset != nullptr && active(b, t) && reset[(d * batch + b) * time + t];
   }

@@ -298,7 +298,7 @@ class Loop {
       const int64_t row = part.row + b, state = part.d * call_.batch + row;
       const int64_t kept = (row * call_.time + t) * hidden;
       const int64_t output = kept * call_.directions + part.d * hidden;
-      const bool first = reversed ? t + 1 >= std::min<int64_t>(call_.lengths[row], call_.time) : t == 0;
+      const bool first = call_.first(part.d, row, t);
       for (int64_t v = 0; v < blocks; ++v) {
         const int64_t unit = (block + v) * kLanes<T>, left = hidden - unit;
         visit(Place{part.d, unit, left < kLanes<T> ? left : kLanes<T>, state * hidden + unit,

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import signal
+import threading
 
 import pytest
 
@@ -125,6 +127,16 @@ def test_a_worker_that_lost_its_cores_is_refused_afterwards():
         processes.call("jax", keep_one_core)
         with pytest.raises(Unsuitable, match="jax:"):
             processes.environments()
+
+
+def test_a_worker_that_is_killed_before_it_reads_a_call():
+    with Workers("cpu") as processes:
+        processes.call("jax", os.getpid)
+        process, _ = processes.processes["jax"]
+        os.kill(process.pid, signal.SIGSTOP)
+        threading.Timer(0.5, process.kill).start()
+        with pytest.raises(Unsuitable, match=r"^jax: its worker ended with code -9, which"):
+            processes.call("jax", os.getpid)
 
 
 @pytest.mark.optimized
