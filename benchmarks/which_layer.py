@@ -42,10 +42,15 @@ def delta_net(width: int, **options: Any) -> m.GatedDeltaNet:
     return m.GatedDeltaNet(width, **sizes, **options)
 
 
+def by_xla(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer without compiled kernels, so that the times do not depend on what is installed."""
+    return lambda width, **options: layer(width, width, method="xla", **options)
+
+
 LAYERS: dict[str, Callable[..., Any]] = {
-    "RNN": lambda width, **options: m.RNN(width, width, **options),
-    "LSTM": lambda width, **options: m.LSTM(width, width, **options),
-    "GRU": lambda width, **options: m.GRU(width, width, **options),
+    "RNN": by_xla(m.RNN),
+    "LSTM": by_xla(m.LSTM),
+    "GRU": by_xla(m.GRU),
     "MinGRU": lambda width, **options: m.MinGRU(width, width, **options),
     "Hawk": partial(m.Hawk, parameterization="softplus"),
     "Hawk, direct": m.Hawk,

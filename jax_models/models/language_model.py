@@ -90,8 +90,8 @@ class StackConfig(LanguageModelConfig):
     blocks.
     """
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether to compile one block and reuse it for all, which compiles faster but runs slower on a
-    CPU.
+    """Whether to compile one block and reuse it for all. On a CPU, this compiles large blocks
+    faster, but runs slower.
     """
 
 

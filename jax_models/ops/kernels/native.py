@@ -63,7 +63,7 @@ def native_refusal(
 def native_pays(x: Float[Array, "batch time in"]) -> bool:
     """Whether the kernels are likely to be faster, if they support the call.
 
-    On two cores with AVX-512, in float32, they took 0.2 to 1.05 of XLA's time for sequences of 16
+    On two cores with AVX-512, in float32, they took 0.2 to 1.1 of XLA's time for sequences of 16
     steps or more. XLA cannot divide a kernel over devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
