@@ -27,7 +27,8 @@ def kinds_by_key(
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
         keys = (whole_key(checkpoint.layout, key, number) for number in checkpoint.numbers)
-        return shortest_pattern([kind if key in checkpoint.weights else other for key in keys])
+        # Not named `key`, because Python 3.12.1 would confuse it with that of `keys`.
+        return shortest_pattern([kind if each in checkpoint.weights else other for each in keys])
 
     return pattern
 
