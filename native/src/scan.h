@@ -4,11 +4,15 @@
 // previous step's numbers (h, or the gradients of the gates) with the packed weights is formed for
 // all rows, and a cell (lstm.h, gru.h, rnn.h) makes the step's results of it while it is in the
 // cache. The forward pass forms the products of x in the same way, for several steps at once.
-// Threads divide the directions first, then the rows and the units of each. Threads that share rows
-// meet after every step.
+// The work is divided into parts: the directions first, then the rows and the units of each. The
+// division depends on the number of threads that the call may use, and not on how many have time for
+// it, so that the results do not either. A thread begins with a part of its own and continues with
+// those that nobody has begun. Parts with the same rows wait for one another after every step.
 #pragma once
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "call.h"
 #include "pack.h"
@@ -36,28 +40,56 @@ struct Row {
   bool restarts;  // forward: the state restarts after this step; backward: before it
 };
 
-// Into how many parts the threads divide the work.
+// Into how many parts the work is divided.
 struct Division {
-  int directions, rows, units;
-  int threads() const { return directions * rows * units; }
+  int64_t directions, rows, units;
+  int64_t of_direction() const { return rows * units; }
+  int64_t parts() const { return directions * of_direction(); }
 };
 
 // Runs all steps of a call. `Pass` is ForwardPass or BackwardPass of a cell.
 template <typename Pass>
-class Loop {
+class Loop : public Job {
  public:
   using T = typename Pass::Real;
   using Call = typename Pass::Call;
 
   static void run(const Call& call) {
-    Crew crew(wanted_threads(call));
-    Loop loop(call, crew);
-    Arena count;
-    loop.lay_out(count);
-    Memory memory(count.bytes());
-    Arena arena(memory.start());
-    loop.lay_out(arena);
-    crew.run(loop.division_.threads(), &Loop::work, &loop);
+    const int threads = int(std::min<int64_t>(twinscan::threads(), useful_threads(call)));
+    const auto loop = std::make_shared<Loop>(call, threads);
+    twinscan::run(loop, int(std::min<int64_t>(threads, loop->division_.parts())));
+  }
+
+  Loop(const Call& call, int threads)
+      : call_(call),
+        pass_{call_},
+        blocks_(ceil_div(call.hidden, kLanes<T>)),
+        depth_(Pass::kForward ? call.hidden : kGates * blocks_ * kLanes<T>),
+        // One vector more than a row needs: rows at a distance of a power of two would compete for
+        // the same lines of the cache.
+        stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
+        division_(divide(call, blocks_, threads)),
+        rows_per_part_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
+        row_slots_(round_up(rows_per_part_)),
+        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, rows_per_part_)))),
+        slots_x_(round_up(chunk_ * rows_per_part_)),
+        stride_x_((ceil_div(call.inputs, kLanes<T>) + 1) * kLanes<T>),
+        totals_x_size_(ceil_div(blocks_, division_.units) * kVectors * slots_x_),
+        memory_(bytes()),
+        progress_(division_.parts()) {
+    Arena arena(memory_.start());
+    lay_out(arena);
+    for (int64_t part = 0; part < division_.parts(); ++part) parts_.push_back(part_at(part));
+  }
+
+  void work(int thread) override {
+    const int64_t groups = division_.directions * division_.rows, own = thread / division_.units;
+    for (int64_t i = 0; i < groups; ++i) {
+      run_group((own + i) % groups, i == 0 ? thread % division_.units : 0);
+    }
+    if (thread == 0) {  // the call returns
+      for (int64_t part = 0; part < division_.parts(); ++part) wait(progress_[part], last_stage());
+    }
   }
 
  private:
@@ -69,146 +101,159 @@ class Loop {
   // A chunk has about this many rows of x, so that their product takes far longer than reading W_x.
   static constexpr int64_t kRowsOfX = 96;
 
-  Loop(const Call& call, Crew& crew)
-      : call_(call),
-        crew_(crew),
-        pass_{call},
-        blocks_(ceil_div(call.hidden, kLanes<T>)),
-        depth_(Pass::kForward ? call.hidden : kGates * blocks_ * kLanes<T>),
-        // One vector more than a row needs: rows at a distance of a power of two would compete for
-        // the same lines of the cache.
-        stride_((ceil_div(depth_, kLanes<T>) + 1) * kLanes<T>),
-        division_(divide(call, blocks_, crew.size())),
-        rows_per_thread_(std::max<int64_t>(1, ceil_div(call.batch, division_.rows))),
-        row_slots_(round_up(rows_per_thread_)),
-        chunk_(std::max<int64_t>(1, std::min(call.time, ceil_div(kRowsOfX, rows_per_thread_)))),
-        slots_x_(round_up(chunk_ * rows_per_thread_)),
-        stride_x_((ceil_div(call.inputs, kLanes<T>) + 1) * kLanes<T>),
-        totals_x_size_(ceil_div(blocks_, division_.units) * kVectors * slots_x_) {}
-
-  // Arrays of different threads must not share a line of the cache.
+  // Arrays of different parts must not share a line of the cache.
   static int64_t round_up(int64_t count) { return ceil_div(count, 64) * 64; }
 
   // Each thread is worth its waking from about a million multiplications on.
-  static int wanted_threads(const Call& call) {
+  static int64_t useful_threads(const Call& call) {
     const double products = double(call.directions) * double(call.batch) * double(call.time) *
                             double(kGates * call.hidden) * double(call.hidden + call.inputs);
-    return 1 + int(products < 1e9 ? products / 1e6 : 1000);
+    return 1 + int64_t(products < 1e9 ? products / 1e6 : 1000);
   }
 
-  // Threads with rows of their own never wait for one another, but each reads all weights at every
-  // step, which takes longer than the multiplications if a thread has only a few rows.
+  // Parts with rows of their own never wait for one another, but each reads all weights at every
+  // step, which takes longer than the multiplications if a part has only a few rows.
   static Division divide(const Call& call, int64_t blocks, int threads) {
     const auto at_most = [](int64_t count, int64_t limit) {
-      return int(count < 1 ? 1 : count < limit ? count : limit);
+      return std::max<int64_t>(1, std::min(count, limit));
     };
-    const int directions = at_most(call.directions, threads);
-    const int rows = at_most(call.batch / kFewestRows, threads / directions);
-    return {directions, rows, at_most(blocks, threads / directions / rows)};
+    const int64_t rows = at_most(call.batch / kFewestRows, threads / call.directions);
+    return {call.directions, rows, at_most(blocks, threads / call.directions / rows)};
+  }
+
+  size_t bytes() {
+    Arena count;
+    lay_out(count);
+    return count.bytes();
   }
 
   void lay_out(Arena& arena) {
-    const int64_t rows = call_.directions * call_.batch, threads = division_.threads();
+    const int64_t rows = call_.directions * call_.batch, parts = division_.parts();
     packed_ = arena.take<T>(call_.directions * blocks_ * block_size(depth_));
     if (Pass::kForward) {
-      const int64_t blocks = one_chunk() ? threads * kMostBlocks : call_.directions * blocks_;
+      const int64_t blocks = one_chunk() ? parts * kMostBlocks : call_.directions * blocks_;
       packed_x_ = arena.take<T>(blocks * block_size(call_.inputs));
-      x_ = arena.take<T>(threads * slots_x_ * stride_x_);
-      live_x_ = arena.take<bool>(threads * slots_x_);
-      totals_x_ = arena.take<Vector<T>>(threads * totals_x_size_);
+      x_ = arena.take<T>(parts * slots_x_ * stride_x_);
+      live_x_ = arena.take<bool>(parts * slots_x_);
+      totals_x_ = arena.take<Vector<T>>(parts * totals_x_size_);
     }
     for (T*& shared : shared_) shared = arena.take<T>(rows * stride_);
     for (T*& state : pass_.states) state = arena.take<T>(rows * blocks_ * kLanes<T>);
-    rows_ = arena.take<Row>(threads * row_slots_);
-    live_ = arena.take<bool>(threads * row_slots_);
-    totals_ = arena.take<Vector<T>>(threads * row_slots_ * kMostVectors);
+    rows_ = arena.take<Row>(parts * row_slots_);
+    live_ = arena.take<bool>(parts * row_slots_);
+    totals_ = arena.take<Vector<T>>(parts * row_slots_ * kMostVectors);
   }
 
   // The packed weights of one vector of units.
   static int64_t block_size(int64_t depth) { return kVectors * kLanes<T> * depth; }
 
-  static void work(void* self, int thread) {
-    Loop& loop = *static_cast<Loop*>(self);
-    const auto [directions, row_parts, unit_parts] = loop.division_;
-    const int unit_part = thread % unit_parts, row_part = thread / unit_parts % row_parts;
-    const int direction_part = thread / (unit_parts * row_parts);
-    const auto start = [](int64_t all, int part, int parts) { return all * part / parts; };
-    Part part{};
-    part.thread = thread;
-    part.row = start(loop.call_.batch, row_part, row_parts);
-    part.rows = start(loop.call_.batch, row_part + 1, row_parts) - part.row;
-    part.block = start(loop.blocks_, unit_part, unit_parts);
-    part.blocks = start(loop.blocks_, unit_part + 1, unit_parts) - part.block;
-    part.panels = ceil_div(part.blocks, kMostBlocks);
-    part.row_part = row_part;
-    const int64_t end = start(loop.call_.directions, direction_part + 1, directions);
-    for (part.d = start(loop.call_.directions, direction_part, directions); part.d < end; ++part.d) {
-      loop.run_part(part);
-    }
-  }
-
-  // The part of a direction that one thread computes.
+  // Some units of some rows of a direction.
   struct Part {
-    int thread, row_part;
-    int64_t d, row, rows, block, blocks, panels;
+    int64_t index, d, row_part, row, rows, block, blocks, panels;
 
     int64_t panel_start(int64_t panel) const { return block + blocks * panel / panels; }
   };
 
-  void run_part(const Part& part) {
-    const int meeting = part.thread - part.thread % division_.units;
+  Part part_at(int64_t index) const {
+    const auto start = [](int64_t all, int64_t part, int64_t parts) { return all * part / parts; };
+    const int64_t unit_part = index % division_.units;
+    Part part{};
+    part.index = index;
+    part.d = index / division_.of_direction();
+    part.row_part = index / division_.units % division_.rows;
+    part.row = start(call_.batch, part.row_part, division_.rows);
+    part.rows = start(call_.batch, part.row_part + 1, division_.rows) - part.row;
+    part.block = start(blocks_, unit_part, division_.units);
+    part.blocks = start(blocks_, unit_part + 1, division_.units) - part.block;
+    part.panels = ceil_div(part.blocks, kMostBlocks);
+    return part;
+  }
+
+  // Runs the parts with the same direction and rows. Thread `first` of them begins with its own.
+  void run_group(int64_t group, int64_t first) {
+    const int64_t units = division_.units, start = group * units, all = division_.of_direction();
+    // The parts of a direction share the packed weights.
+    const int64_t start_all = start / all * all;
+    share(start_all, all, start + first - start_all, 0, [&](const Part& part) { prepare(part); });
+    for (int64_t part = start_all; part < start_all + all; ++part) wait(progress_[part], 0);
+    if (units == 1) {
+      share(start, 1, 0, 1, [&](const Part& part) {
+        for (int64_t step = 0; step <= call_.time; ++step) run_step(part, step);
+      });
+      return;
+    }
+    for (int64_t step = 0; step <= call_.time; ++step) {
+      share(start, units, first, 1 + step, [&](const Part& part) { run_step(part, step); });
+      for (int64_t part = start; part < start + units; ++part) wait(progress_[part], 1 + step);
+    }
+  }
+
+  int64_t last_stage() const { return division_.units == 1 ? 1 : 1 + call_.time; }
+
+  // Runs a stage of the parts that nobody has begun, from the part start + first on.
+  template <typename Run>
+  void share(int64_t start, int64_t count, int64_t first, int64_t stage, Run run) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t part = start + (first + i) % count;
+      if (!progress_[part].begin(stage)) continue;
+      run(parts_[part]);
+      progress_[part].end(stage);
+      wake();
+    }
+  }
+
+  void prepare(const Part& part) {
     pack_panels(part);
-    Row* rows = rows_ + part.thread * row_slots_;
-    bool* live = live_ + part.thread * row_slots_;
+    Row* rows = rows_ + part.index * row_slots_;
     for (int64_t b = 0; b < part.rows; ++b) rows[b] = {};
     for_each_place(part, part.block, part.blocks, 0, [&](Place at, int64_t b, int64_t) {
       pass_.start(at, pass_.kForward && call_.time > 0 &&
                           call_.restarts(part.d, part.row + b, time_of(part.d, 0)),
                   shared_[0] + shared_row(part, b) + at.unit);
     });
-    const int all = division_.rows * division_.units;
-    crew_.meet(part.thread, part.thread / all * all, all);
-    for (int64_t step = 0; step <= call_.time; ++step) {
-      T* const now = shared_[step % 2];
-      T* const next = shared_[(step + 1) % 2];
-      const bool multiply = Pass::kForward ? step < call_.time : step > 0;
-      const int64_t t = time_of(part.d, step);
-      for (int64_t b = 0; b < part.rows; ++b) {
-        // The gradients of the gates are those of the step that the pass has just left.
-        if (!Pass::kForward) live[b] = rows[b].active && !rows[b].restarts;
-        rows[b] = row_at(part.d, part.row + b, step);
-        if (Pass::kForward) live[b] = rows[b].active;
-      }
-      if constexpr (Pass::kForward) {
-        if (step < call_.time && step % chunk_ == 0) multiply_x(part, step);
-      }
-      for (int64_t panel = 0; panel < part.panels; ++panel) {
-        const int64_t block = part.panel_start(panel);
-        const int blocks = int(part.panel_start(panel + 1) - block);
-        Vector<T>* totals = totals_ + part.thread * row_slots_ * kMostVectors;
-        const int vectors = blocks * kVectors;
-        for (int64_t i = 0; i < part.rows * vectors; ++i) totals[i] = Vector<T>{};
-        products<T>(vectors, packed_ + (part.d * blocks_ + block) * block_size(depth_),
-                    now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
-                    totals);
-        for_each_place(part, block, blocks, t, [&](Place at, int64_t b, int64_t v) {
-          const Vector<T>* sums = totals + b * vectors + v * kVectors;
-          const int64_t row_x = step % chunk_ * part.rows + b;
-          const Vector<T>* of_x =
-              Pass::kForward ? totals_x(part, block) + row_x * vectors + v * kVectors : nullptr;
-          const int64_t shared = shared_row(part, b) + at.unit;
-          if (step < call_.time) {
-            pass_.step(at, rows[b], of_x, sums, now + shared, next + shared);
-          } else {
-            pass_.finish(at, sums, now + shared);
-          }
-        });
-      }
-      crew_.meet(part.thread, meeting, division_.units);
+  }
+
+  void run_step(const Part& part, int64_t step) {
+    Row* rows = rows_ + part.index * row_slots_;
+    bool* live = live_ + part.index * row_slots_;
+    T* const now = shared_[step % 2];
+    T* const next = shared_[(step + 1) % 2];
+    const bool multiply = Pass::kForward ? step < call_.time : step > 0;
+    const int64_t t = time_of(part.d, step);
+    for (int64_t b = 0; b < part.rows; ++b) {
+      // The gradients of the gates are those of the step that the pass has just left.
+      if (!Pass::kForward) live[b] = rows[b].active && !rows[b].restarts;
+      rows[b] = row_at(part.d, part.row + b, step);
+      if (Pass::kForward) live[b] = rows[b].active;
+    }
+    if constexpr (Pass::kForward) {
+      if (step < call_.time && step % chunk_ == 0) multiply_x(part, step);
+    }
+    for (int64_t panel = 0; panel < part.panels; ++panel) {
+      const int64_t block = part.panel_start(panel);
+      const int blocks = int(part.panel_start(panel + 1) - block);
+      Vector<T>* totals = totals_ + part.index * row_slots_ * kMostVectors;
+      const int vectors = blocks * kVectors;
+      for (int64_t i = 0; i < part.rows * vectors; ++i) totals[i] = Vector<T>{};
+      products<T>(vectors, packed_ + (part.d * blocks_ + block) * block_size(depth_),
+                  now + shared_row(part, 0), stride_, multiply ? depth_ : 0, part.rows, live,
+                  totals);
+      for_each_place(part, block, blocks, t, [&](Place at, int64_t b, int64_t v) {
+        const Vector<T>* sums = totals + b * vectors + v * kVectors;
+        const int64_t row_x = step % chunk_ * part.rows + b;
+        const Vector<T>* of_x =
+            Pass::kForward ? totals_x(part, block) + row_x * vectors + v * kVectors : nullptr;
+        const int64_t shared = shared_row(part, b) + at.unit;
+        if (step < call_.time) {
+          pass_.step(at, rows[b], of_x, sums, now + shared, next + shared);
+        } else {
+          pass_.finish(at, sums, now + shared);
+        }
+      });
     }
   }
 
-  // Packs the panels of this part's units. Threads with the same units share this work.
+  // Packs the panels of this part's units. Parts with the same units share this work.
   void pack_panels(const Part& part) {
     const int64_t hidden = call_.hidden;
     const T* kernel = call_.kernel + part.d * hidden * kGates * hidden;
@@ -235,21 +280,21 @@ class Loop {
   bool one_chunk() const { return chunk_ >= call_.time; }
 
   T* packed_x(const Part& part, int64_t block) const {
-    const int64_t first = one_chunk() ? part.thread * kMostBlocks : part.d * blocks_ + block;
+    const int64_t first = one_chunk() ? part.index * kMostBlocks : part.d * blocks_ + block;
     return packed_x_ + first * block_size(call_.inputs);
   }
 
   // The products of x with the panel that starts at `block`, for the steps of a chunk.
   Vector<T>* totals_x(const Part& part, int64_t block) const {
-    return totals_x_ + part.thread * totals_x_size_ +
+    return totals_x_ + part.index * totals_x_size_ +
            (block - part.block) * kVectors * chunk_ * part.rows;
   }
 
   // Computes x W_x + b for the steps of the chunk that starts at step `first`.
   void multiply_x(const Part& part, int64_t first) {
     const int64_t steps = std::min(chunk_, call_.time - first), count = steps * part.rows;
-    T* x = x_ + part.thread * slots_x_ * stride_x_;
-    bool* live = live_x_ + part.thread * slots_x_;
+    T* x = x_ + part.index * slots_x_ * stride_x_;
+    bool* live = live_x_ + part.index * slots_x_;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t b = part.row + i % part.rows, t = time_of(part.d, first + i / part.rows);
       live[i] = call_.active(b, t);
@@ -309,25 +354,27 @@ class Loop {
     }
   }
 
-  const Call& call_;
-  Crew& crew_;
+  const Call call_;
   Pass pass_;
   const int64_t blocks_, depth_, stride_;
   const Division division_;
-  const int64_t rows_per_thread_;  // at most
-  const int64_t row_slots_;        // space for the rows of a thread
-  const int64_t chunk_;            // the number of steps whose products of x are formed at once
-  const int64_t slots_x_;          // space for the rows of x of a thread in a chunk
-  const int64_t stride_x_;         // the distance between two rows of x
-  const int64_t totals_x_size_;    // space for x W_x + b of a thread in a chunk
-  T *packed_, *packed_x_;          // the weights
-  T* x_;                           // of each thread: the rows of x of a chunk
-  bool* live_x_;                   // of each thread: which rows of x are not padding
-  Vector<T>* totals_x_;            // of each thread: x W_x + b for a chunk
-  T* shared_[2];                   // h, or the gradients of the gates, of two steps in turn
-  Row* rows_;                      // of each thread
-  bool* live_;                     // of each thread: which rows take part in the product
-  Vector<T>* totals_;              // of each thread: the products with a panel
+  const int64_t rows_per_part_;  // at most
+  const int64_t row_slots_;      // space for the rows of a part
+  const int64_t chunk_;          // the number of steps whose products of x are formed at once
+  const int64_t slots_x_;        // space for the rows of x of a part in a chunk
+  const int64_t stride_x_;       // the distance between two rows of x
+  const int64_t totals_x_size_;  // space for x W_x + b of a part in a chunk
+  const Memory memory_;
+  std::vector<Progress> progress_;  // of each part
+  std::vector<Part> parts_;
+  T *packed_, *packed_x_;    // the weights
+  T* x_;                     // of each part: the rows of x of a chunk
+  bool* live_x_;             // of each part: which rows of x are not padding
+  Vector<T>* totals_x_;      // of each part: x W_x + b for a chunk
+  T* shared_[2];             // h, or the gradients of the gates, of two steps in turn
+  Row* rows_;                // of each part
+  bool* live_;               // of each part: which rows take part in the product
+  Vector<T>* totals_;        // of each part: the products with a panel
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

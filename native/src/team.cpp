@@ -11,7 +11,7 @@
 #include <mutex>
 #include <new>
 #include <thread>
-#include <vector>
+#include <utility>
 
 namespace twinscan {
 namespace {
@@ -37,6 +37,15 @@ int usable_cores() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
+// TWINSCAN_NATIVE_THREADS, which the Python package has checked, or the number of usable cores.
+int default_threads() {
+  const char* const given = std::getenv("TWINSCAN_NATIVE_THREADS");
+  const int count = given == nullptr ? 0 : std::atoi(given);
+  return count > 0 ? count : usable_cores();
+}
+
+std::atomic<int> most_threads{default_threads()};
+
 class Team {
  public:
   static Team& get() {
@@ -49,100 +58,73 @@ class Team {
     return *team;
   }
 
-  int join(int wanted) {
-    if (wanted <= 1) return 1;
-    // Waiting, rather than running alone, makes the results independent of other calls: the
-    // number of threads decides in which order sums are added.
-    busy_.lock();
-    wanted = std::min(wanted, static_cast<int>(members_.size()));
-    try {
-      for (; threads_ < wanted; ++threads_) {
-        std::thread([this, thread = threads_, seen = job_] { work(thread, seen); }).detach();
-      }
-    } catch (const std::exception&) {  // no more threads: work with those that there are
-    }
-    const int size = std::min(wanted, threads_);
-    if (size == 1) busy_.unlock();
-    return size;
+  void run(std::shared_ptr<Job> job, int threads) {
+    // If another call has the team, this call's thread works alone.
+    std::unique_lock<std::mutex> team(busy_, std::defer_lock);
+    const bool together = threads > 1 && team.try_lock();
+    if (together) post(job, threads);
+    job->work(0);
+    if (together) post(nullptr, 0);
   }
 
-  void leave() { busy_.unlock(); }
-
-  void run(int size, void (*task)(void*, int), void* context) {
-    for (Member& member : members_) member.meetings.store(0, std::memory_order_relaxed);
-    unfinished_.store(size - 1);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      task_ = task;
-      context_ = context;
-      size_ = size;
-      ++job_;
-    }
-    idle_.notify_all();
-    task(context, 0);
-    wait([&] { return unfinished_.load() == 0; });
-  }
-
-  void meet(int thread, int first, int count) {
-    const long meeting = members_[thread].meetings.load(std::memory_order_relaxed) + 1;
-    members_[thread].meetings.store(meeting);
-    wake();
-    for (int other = first; other < first + count; ++other) {
-      wait([&] { return members_[other].meetings.load() >= meeting; });
-    }
-  }
-
- private:
-  struct alignas(128) Member {
-    std::atomic<long> meetings{0};
-  };
-
-  void work(int thread, long seen) {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      idle_.wait(lock, [&] { return job_ != seen; });
-      seen = job_;
-      if (thread >= size_) continue;
-      const auto task = task_;
-      void* const context = context_;
-      lock.unlock();
-      task(context, thread);
-      unfinished_.fetch_sub(1);
-      wake();
-    }
-  }
-
-  // Spins for a while, and then sleeps until `ready`.
-  template <typename Ready>
-  void wait(Ready ready) {
+  // Spins for a while, and then sleeps.
+  void wait(const Progress& part, int64_t stage) {
     for (int spin = 0; spin < kSpins; ++spin) {
-      if (ready()) return;
+      if (part.done(stage)) return;
       pause();
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    ++sleepers_;
-    // A thread that makes `ready` true does so before it reads `sleepers_`, and this one reads it
-    // after, so that one of the two sees the other.
-    waiting_.wait(lock, ready);
-    --sleepers_;
+    // A thread that ends a stage does so before it reads `asleep_`, and this one reads the stage
+    // after it has set `asleep_`, so that one of the two sees the other.
+    for (asleep_.store(true); !part.done(stage); asleep_.store(true)) waiting_.wait(lock);
   }
 
   void wake() {
-    if (sleepers_.load() == 0) return;
-    { std::lock_guard<std::mutex> lock(mutex_); }
+    if (!asleep_.load()) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      asleep_.store(false);
+    }
     waiting_.notify_all();
+  }
+
+ private:
+  // Gives the idle threads a job, or takes it from those that have not begun it.
+  void post(std::shared_ptr<Job> job, int threads) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_.swap(job);
+      wanted_ = threads;
+      ++posts_;
+      try {
+        for (; threads_ < threads; ++threads_) {
+          std::thread([this, thread = threads_] { serve(thread); }).detach();
+        }
+      } catch (const std::exception&) {  // no more threads: work with those that there are
+      }
+    }
+    if (threads > 1) idle_.notify_all();
+  }
+
+  void serve(int thread) {
+    for (long seen = 0;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      idle_.wait(lock, [&] { return posts_ != seen && thread < wanted_; });
+      seen = posts_;
+      const std::shared_ptr<Job> job = job_;
+      lock.unlock();
+      job->work(thread);
+    }
   }
 
   std::mutex busy_;  // held by the call that has the team
   std::mutex mutex_;
   std::condition_variable idle_, waiting_;
-  std::vector<Member> members_ = std::vector<Member>(usable_cores());
-  int threads_ = 1;  // the calling thread, and those that were started
-  std::atomic<int> sleepers_{0}, unfinished_{0};
-  void (*task_)(void*, int) = nullptr;
-  void* context_ = nullptr;
-  int size_ = 0;
-  long job_ = 0;
+  std::atomic<bool> asleep_{false};  // whether a thread may sleep in `wait`
+  int threads_ = 1;                  // the calling thread, and those that were started
+  std::shared_ptr<Job> job_;
+  int wanted_ = 0;  // the number of threads that work on the job
+  long posts_ = 0;
 };
 
 struct Block {
@@ -153,23 +135,17 @@ std::atomic<Block*> kept{nullptr};
 
 }  // namespace
 
-Crew::Crew(int wanted) : size_(Team::get().join(wanted)) {}
+int threads() { return most_threads.load(); }
 
-Crew::~Crew() {
-  if (size_ > 1) Team::get().leave();
+void set_threads(int count) { most_threads.store(std::max(1, count)); }
+
+void run(std::shared_ptr<Job> job, int threads) { Team::get().run(std::move(job), threads); }
+
+void wait(const Progress& part, int64_t stage) {
+  if (!part.done(stage)) Team::get().wait(part, stage);
 }
 
-void Crew::run(int size, void (*task)(void*, int), void* context) {
-  if (size == 1) {
-    task(context, 0);
-  } else {
-    Team::get().run(size, task, context);
-  }
-}
-
-void Crew::meet(int thread, int first, int count) {
-  if (count > 1) Team::get().meet(thread, first, count);
-}
+void wake() { Team::get().wake(); }
 
 Memory::Memory(size_t bytes) {
   bytes = (bytes + kHeader + 63) / 64 * 64;
@@ -189,3 +165,11 @@ Memory::~Memory() {
 }
 
 }  // namespace twinscan
+
+extern "C" __attribute__((visibility("default"))) int twinscan_threads() {
+  return twinscan::threads();
+}
+
+extern "C" __attribute__((visibility("default"))) void twinscan_set_threads(int count) {
+  twinscan::set_threads(count);
+}

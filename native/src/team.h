@@ -1,31 +1,53 @@
 // A team of threads that run a kernel together.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace twinscan {
 
-// A group of threads for one call: the calling thread, and idle threads of the team.
-class Crew {
+// The number of threads that a call may use: the number of cores that this process may use, unless
+// TWINSCAN_NATIVE_THREADS or `set_threads` says otherwise.
+int threads();
+void set_threads(int count);
+
+// How far a part of a job has come. A part has stages 0, 1, …, which follow one another. Whichever
+// thread begins a stage first runs it, so that nobody waits for a thread that has no core.
+class alignas(128) Progress {
  public:
-  // Takes at most `wanted` threads, after waiting for the call that has the team.
-  explicit Crew(int wanted);
-  ~Crew();
-  Crew(const Crew&) = delete;
-  Crew& operator=(const Crew&) = delete;
-
-  int size() const { return size_; }
-
-  // Calls task(context, thread) on threads 0 … size − 1, and returns when all have ended.
-  void run(int size, void (*task)(void* context, int thread), void* context);
-
-  // Waits until the threads [first, first + count) have called `meet` as often as this one.
-  void meet(int thread, int first, int count);
+  // Whether this call begins the stage. The stage before it must be done.
+  bool begin(int64_t stage) {
+    int64_t before = 2 * stage;
+    return state_.load(std::memory_order_relaxed) == before &&
+           state_.compare_exchange_strong(before, before + 1);
+  }
+  void end(int64_t stage) { state_.store(2 * stage + 2); }
+  bool done(int64_t stage) const { return state_.load() >= 2 * stage + 2; }
 
  private:
-  int size_;
+  std::atomic<int64_t> state_{0};
 };
+
+// The work of a call. A thread may still hold a job after its call has returned, but then finds no
+// stage to begin.
+class Job {
+ public:
+  virtual ~Job() = default;
+
+  // Begins stages until none is left, as thread 0 … threads − 1. One thread alone does all the work.
+  virtual void work(int thread) = 0;
+};
+
+// Works on a job with idle threads of the team, at most `threads` with this one.
+void run(std::shared_ptr<Job> job, int threads);
+
+// Waits until a stage is done, which another thread has begun.
+void wait(const Progress& part, int64_t stage);
+
+// Wakes the threads that wait for stages. Call it after each `end`.
+void wake();
 
 // Gives out parts of a block of memory, aligned to cache lines. Without a block, only counts bytes.
 class Arena {

@@ -1,5 +1,8 @@
 """Recurrent kernels for CPUs, as a shared library that `jax.ffi` calls."""
 
+import ctypes
+import os
+from functools import cache
 from pathlib import Path
 
 INTERFACE = 3
@@ -16,3 +19,44 @@ def path() -> Path:
     for library in Path(__file__).parent.glob("libtwinscan_native.*"):
         return library
     raise FileNotFoundError("twinscan_native has no library here; install it: pip install ./native")
+
+
+def num_threads() -> int:
+    """Returns how many threads a kernel may use.
+
+    Unless `set_num_threads` was called, this is the number in the environment variable
+    `TWINSCAN_NATIVE_THREADS` or, without it, the number of cores that the process may use.
+    """
+    return _library().twinscan_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Sets how many threads a kernel may use, from the next call on.
+
+    `set_num_threads(1)` leaves all other cores to other work, for example if several processes
+    share a machine. The number decides how the work is divided, and so in which order sums are
+    added: results with different numbers of threads may differ by rounding.
+
+        import twinscan_native
+        twinscan_native.set_num_threads(1)
+
+    Raises:
+        ValueError: `count` is not a positive integer.
+
+    """
+    _library().twinscan_set_threads(_checked("count", count))
+
+
+def _checked(name: str, count: object) -> int:
+    if str(count).isdecimal() and 0 < (threads := int(str(count))) < 2**31:
+        return threads
+    raise ValueError(f"{name}: expected a positive number of threads, got {count!r}")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(path()))
+
+
+if (_given := os.environ.get("TWINSCAN_NATIVE_THREADS")) is not None:
+    _checked("TWINSCAN_NATIVE_THREADS", _given)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -354,6 +355,79 @@ def test_sixteen_threads_call_at_once(hidden, x64):
         calls = [pool.submit(compiled, *arguments) for _ in range(200)]
     for call in calls:
         jax.tree.map(np.testing.assert_array_equal, call.result(), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sizes", [(2, 40, 30, 200), (24, 40, 64, 64)], ids=["units", "rows"])
+def test_results_depend_on_the_number_of_threads_only_by_rounding(sizes, num_threads, x64):
+    """More threads than cores also make parts whose thread comes too late."""
+    batch, time, in_features, hidden = sizes
+    layer = build("LSTM", "native", in_features, hidden, bidirectional=True)
+    function, arguments = problem(layer, batch, time)
+    compiled = jax.jit(with_gradients(function)).lower(*arguments).compile()
+    num_threads(1)
+    alone = compiled(*arguments)
+    num_threads(8)
+    together = compiled(*arguments)
+    jax.tree.map(partial(assert_same, what="one thread and eight"), alone, together)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, compiled(*arguments), together)
+
+
+@pytest.fixture
+def num_threads():
+    import twinscan_native
+
+    before = twinscan_native.num_threads()
+    yield twinscan_native.set_num_threads
+    twinscan_native.set_num_threads(before)
+
+
+@needs_kernels
+def test_the_number_of_threads_is_read_from_the_environment_and_checked(num_threads):
+    def python(value):
+        env = os.environ | {"TWINSCAN_NATIVE_THREADS": value}
+        command = [sys.executable, "-c", "import twinscan_native as n; print(n.num_threads())"]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    assert python("3").stdout == "3\n"
+    expected = "expected a positive number of threads, got "
+    for value in ("0", "two", "-1"):
+        assert f"TWINSCAN_NATIVE_THREADS: {expected}'{value}'" in python(value).stderr
+    for count in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"count: {expected}{count}"):
+            num_threads(count)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_kernels_are_not_slower_than_xla_beside_busy_processes():
+    """Waiting at each step for a thread that has no core took five times as long as XLA."""
+
+    def runner(method):
+        layer = build("LSTM", method, 64, 128, dtype=jnp.float32)
+        function, arguments = problem(layer, batch=1, time=512)
+        compiled = jax.jit(with_gradients(function)).lower(*arguments).compile()
+        return lambda: jax.block_until_ready(compiled(*arguments))
+
+    def seconds(run) -> float:
+        start = time.perf_counter()
+        for _ in range(3):
+            run()
+        return time.perf_counter() - start
+
+    runs = [runner("native"), runner("xla")]
+    count = [sys.executable, "-S", "-c", "while True: pass"]
+    busy = [subprocess.Popen(count) for _ in range(1 + os.cpu_count())]
+    try:
+        times = np.array([[seconds(run) for run in runs] for _ in range(10)])
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    native_median, xla_median = np.median(times, axis=0)
+    assert native_median < 2 * xla_median
 
 
 @needs_kernels
