@@ -174,32 +174,39 @@ class Loop : public Job {
     const int64_t units = division_.units, start = group * units, all = division_.of_direction();
     // The parts of a direction share the packed weights.
     const int64_t start_all = start / all * all;
-    share(start_all, all, start + first - start_all, 0, [&](const Part& part) { prepare(part); });
+    share(start_all, all, start + first - start_all, 0, false, [&](const Part& part) { prepare(part); });
     for (int64_t part = start_all; part < start_all + all; ++part) wait(progress_[part], 0);
     if (units == 1) {
-      share(start, 1, 0, 1, [&](const Part& part) {
+      share(start, 1, 0, 1, false, [&](const Part& part) {
         for (int64_t step = 0; step <= call_.time; ++step) run_step(part, step);
       });
       return;
     }
+    bool alone = false;
     for (int64_t step = 0; step <= call_.time; ++step) {
-      share(start, units, first, 1 + step, [&](const Part& part) { run_step(part, step); });
+      alone = share(start, units, first, 1 + step, !alone,
+                    [&](const Part& part) { run_step(part, step); });
       for (int64_t part = start; part < start + units; ++part) wait(progress_[part], 1 + step);
     }
   }
 
   int64_t last_stage() const { return division_.units == 1 ? 1 : 1 + call_.time; }
 
-  // Runs a stage of the parts that nobody has begun, from the part start + first on.
+  // Runs a stage of the part start + first and of those that no other thread begins, or, if this
+  // thread is `patient`, begins within a few µs. Returns whether there were any of these.
   template <typename Run>
-  void share(int64_t start, int64_t count, int64_t first, int64_t stage, Run run) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t part = start + (first + i) % count;
+  bool share(int64_t start, int64_t count, int64_t first, int64_t stage, bool patient, Run run) {
+    bool others = false;
+    for (int64_t i = 0, part = start + first; i < count; ++i, ++part) {
+      if (part == start + count) part = start;
+      if (i > 0 && patient && done_soon(progress_[part], stage)) continue;
       if (!progress_[part].begin(stage)) continue;
       run(parts_[part]);
       progress_[part].end(stage);
       wake();
+      others |= i > 0;
     }
+    return others;
   }
 
   void prepare(const Part& part) {

@@ -15,19 +15,20 @@ void set_threads(int count);
 
 // How far a part of a job has come. A part has stages 0, 1, …, which follow one another. Whichever
 // thread begins a stage first runs it, so that nobody waits for a thread that has no core.
-class alignas(128) Progress {
+class Progress {
  public:
   // Whether this call begins the stage. The stage before it must be done.
   bool begin(int64_t stage) {
-    int64_t before = 2 * stage;
-    return state_.load(std::memory_order_relaxed) == before &&
-           state_.compare_exchange_strong(before, before + 1);
+    return begun_.load(std::memory_order_relaxed) == stage &&
+           begun_.compare_exchange_strong(stage, stage + 1);
   }
-  void end(int64_t stage) { state_.store(2 * stage + 2); }
-  bool done(int64_t stage) const { return state_.load() >= 2 * stage + 2; }
+  void end(int64_t stage) { done_.store(stage + 1); }
+  bool done(int64_t stage) const { return done_.load() > stage; }
 
  private:
-  std::atomic<int64_t> state_{0};
+  // Other threads often read what is done, and seldom what has begun. Each has a line of the cache.
+  alignas(128) std::atomic<int64_t> begun_{0};
+  alignas(128) std::atomic<int64_t> done_{0};
 };
 
 // The work of a call. A thread may still hold a job after its call has returned, but then finds no
@@ -42,6 +43,9 @@ class Job {
 
 // Works on a job with idle threads of the team, at most `threads` with this one.
 void run(std::shared_ptr<Job> job, int threads);
+
+// Whether a stage is done, after at most some µs.
+bool done_soon(const Progress& part, int64_t stage);
 
 // Waits until a stage is done, which another thread has begun.
 void wait(const Progress& part, int64_t stage);
