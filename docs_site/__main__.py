@@ -35,7 +35,7 @@ def summary(pages: dict[str, str]) -> str:
 
 def _first_sentence(page: str) -> str:
     """The first sentence of a page's first paragraph, without links."""
-    text = re.sub(r"<!--.*?-->|^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [p for p in re.split(r"\n\s*\n", text) if re.match(r"[\w`\"*\[]", p.strip())]
     first = " ".join(paragraphs[0].split()) if paragraphs else ""
     first = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", first)

@@ -1,9 +1,12 @@
 """Runs the Python blocks of a page in order, and keeps what they print and draw.
 
-All blocks of a page that begin with ```python share a namespace, in a process of their own. A block
-inside an HTML comment runs, too, but is not shown, nor is what it prints. A figure that a block
-leaves open is saved. A page may show the output of a block itself, in a fence without a language
-directly below the block; in such a fence, `…` stands for any number of lines.
+All blocks of a page that begin with ```python share a namespace, in a process of their own. A
+figure that a block leaves open is saved. A page may show the output of a block itself, in a fence
+without a language directly below the block; in such a fence, `…` stands for any number of lines.
+
+What a page needs beyond that to run as a test is in `page.test.py` beside `page.md`, which runs
+first, in the same namespace. If it defines a function `shell`, it receives each line of the blocks
+that begin with ```bash.
 """
 
 import contextlib
@@ -22,7 +25,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,6 @@ class Block:
     code: str
     line: int
     end: int
-    is_hidden: bool
     shown: str | None
     """What the page itself shows as the output, in a fence without a language below the block."""
 
@@ -47,13 +49,11 @@ class Output:
 
 def blocks(page: str) -> list[Block]:
     """The Python blocks of a page, in order."""
-    comments = [match.span() for match in COMMENT.finditer(page)]
     found = [
         Block(
             match["code"],
             page.count("\n", 0, match.start("code")),
             match.end(),
-            any(start < match.start() < end for start, end in comments),
             shown[1] if (shown := SHOWN.match(page, match.end())) else None,
         )
         for match in FENCE.finditer(page)
@@ -61,6 +61,11 @@ def blocks(page: str) -> list[Block]:
     if len(found) != page.count("```python\n"):
         raise ValueError("expected every ```python at the start of a line, and ``` after it")
     return found
+
+
+def test_file(page: Path) -> Path:
+    """The file beside a page with what its blocks need to run as a test."""
+    return page.with_suffix(".test.py")
 
 
 def differs(shown: str, printed: str) -> str | None:
@@ -117,8 +122,13 @@ def _run_here(page: Path, folder: Path) -> None:
     # What looks up a class by the name of its module, such as a dataclass, finds the page.
     module = sys.modules["page"] = ModuleType("page")
     warnings.filterwarnings("error", module="page")
-    outputs = []
-    for i, block in enumerate(blocks(text)):
+    if (file := test_file(page)).exists():
+        module.__file__ = str(file)
+        exec(compile(file.read_text(encoding="utf-8"), file, "exec"), vars(module))
+    outputs, start = [], 0
+    for block in blocks(text):
+        _run_commands(text[start : block.end], module)
+        start = block.end
         # With the empty lines above, a traceback has the page's own lines and line numbers.
         code = compile("\n" * block.line + block.code, page, "exec")
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -126,12 +136,21 @@ def _run_here(page: Path, folder: Path) -> None:
         figures = []
         if pyplot := sys.modules.get("matplotlib.pyplot"):
             for number in pyplot.get_fignums():
-                figures.append(f"{page.stem}-{i}-{number}.png")
+                figures.append(f"{page.stem}-{len(outputs)}-{number}.png")
                 pyplot.figure(number).savefig(folder / figures[-1], dpi=160, bbox_inches="tight")
             pyplot.close("all")
         outputs.append(Output(printed.getvalue(), figures))
+    _run_commands(text[start:], module)
     fields = json.dumps([*map(dataclasses.asdict, outputs)])
     (folder / f"{page.stem}.json").write_text(fields, encoding="utf-8")
+
+
+def _run_commands(text: str, module: ModuleType) -> None:
+    """Passes the shell commands in a piece of a page to the function `shell`, if there is one."""
+    if shell := getattr(module, "shell", None):
+        for commands in SHELL.findall(text):
+            for line in commands.splitlines():
+                shell(line)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from docs_site import reference
-from docs_site.blocks import ROOT, Output, blocks, run
+from docs_site.blocks import ROOT, Output, blocks, run, test_file
 from docs_site.proved import proved
 
 DOCS = ROOT / "docs"
@@ -118,6 +118,8 @@ def _outputs(page: Path, cache: Path) -> tuple[list[Output], Path]:
     text = page.read_bytes()
     if not blocks(text.decode()):
         return [], cache
+    if (beside := test_file(page)).exists():
+        text += beside.read_bytes()
     folder = cache / hashlib.sha256(text + _digest_of_code()).hexdigest()[:16]
     record = folder / "outputs.json"
     if not record.exists():
@@ -141,8 +143,6 @@ def _with_outputs(text: str, outputs: list[Output], figures: Path, place: str, f
     """A page with what each block prints and draws below the block."""
     parts, start = [], 0
     for block, output in zip(blocks(text), outputs, strict=True):
-        if block.is_hidden:
-            continue
         parts.append(text[start : block.end])
         start = block.end
         if output.text.strip() and block.shown is None:

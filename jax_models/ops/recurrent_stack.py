@@ -37,11 +37,13 @@ def recurrent_stack(
     the call, they are likely to be faster, and JAX's default device is a CPU.
 
     Args:
-        recurrence: `ops.rnn`, `ops.lstm` or `ops.gru`.
+        recurrence: `ops.rnn`, `ops.lstm`, `ops.gru`, or a function of your own with the arguments
+            `(x, state, *, reverse, **masks)` and weights, which passes `**masks` to `ops.recurrence`.
         x: the inputs of the first layer.
         state: its arrays are (layers · directions, batch, features), in torch's order: layer 0
             forward, layer 0 backward, layer 1 forward, …
-        cells: the weights of `recurrence` for each layer and direction, in the same order.
+        cells: the weights of each layer and direction, in the same order: the keyword arguments
+            of `recurrence`.
         num_directions: 2 if each layer runs in both directions, and the next layer reads both
             outputs.
         method: what runs the layers: "native", "xla" or "auto".

@@ -31,13 +31,15 @@ def test_the_blocks_of_the_readme_run(tmp_path):
     run(ROOT / "README.md", tmp_path)
 
 
+BESIDE = """
+hidden = []
+shell = hidden.append
+"""
 PAGE = """
-<!--
-```python
-hidden = "hidden"
-print(hidden)
+```bash
+first
+second
 ```
--->
 
 ```python
 import dataclasses
@@ -50,7 +52,7 @@ print(Shown(3), hidden)
 ```
 
 ```
-Shown(x=5) hidden
+Shown(x=5) ['first', 'second']
 ```
 
 ```python
@@ -63,13 +65,13 @@ _ = plt.plot([1, 2])
 def test_the_runner_of_blocks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    assert [block.is_hidden for block in blocks(PAGE)] == [True, False, False]
-    _, second, third = run(page, tmp_path)
-    shown = blocks(PAGE)[1].shown
-    assert (second.text, second.figures) == ("Shown(x=3) hidden\n", [])
-    assert differs(shown, second.text) is None
-    assert differs(shown, "Shown(y=3) hidden\n") == "Shown(x=5) hidden"
-    assert (tmp_path / third.figures[0]).stat().st_size > 1000
+    (tmp_path / "page.test.py").write_text(BESIDE)
+    first, second = run(page, tmp_path)
+    shown = blocks(PAGE)[0].shown
+    assert (first.text, first.figures) == ("Shown(x=3) ['first', 'second']\n", [])
+    assert differs(shown, first.text) is None
+    assert differs(shown, first.text.replace("x", "y")) == shown.strip()
+    assert (tmp_path / second.figures[0]).stat().st_size > 1000
     page.write_text(PAGE + "\n```python\nraise KeyError(hidden)\n```\n")
     line = PAGE.count("\n") + 3
     with pytest.raises(RuntimeError, match=f'page.md", line {line}, in <module>(?s:.*)KeyError'):
