@@ -38,7 +38,7 @@ def recurrent_stack(
 
     Args:
         recurrence: `ops.rnn`, `ops.lstm`, `ops.gru`, or a function of your own with the arguments
-            `(x, state, *, reverse, **masks)` and weights, which passes `**masks` to `ops.recurrence`.
+            `(x, state, *, reverse, **masks)` and weights. It passes `**masks` to `ops.recurrence`.
         x: the inputs of the first layer.
         state: its arrays are (layers · directions, batch, features), in torch's order: layer 0
             forward, layer 0 backward, layer 1 forward, …
