@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
-
-COARSER = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
-    torch.complex64: torch.complex128,
-}
-DOUBLE = {*COARSER.values()}
+from parity_tests.engine.bounds.torch_decisions import (
+    COARSER,
+    DOUBLE,
+    Decisions,
+    decisions_in,
+    tensors_of,
+    written_tensors,
+)
 
 aten = torch.ops.aten
 FUSED = get_decompositions(
@@ -85,11 +85,7 @@ def widen_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
     dtypes = {tensor.dtype for tensor in tensors_of((args, kwargs))}
     if dtypes.isdisjoint(COARSER) or dtypes.isdisjoint(DOUBLE):
         return args, kwargs
-    written = [
-        args[i]
-        for i, argument in enumerate(func._schema.arguments[: len(args)])
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = written_tensors(func, args)
 
     def widen(leaf: Any) -> Any:
         is_coarse = isinstance(leaf, torch.Tensor) and leaf.dtype in COARSER and leaf.ndim
@@ -104,7 +100,8 @@ class InFloat64(Float64Mode):
     """Within this mode, a float64 module ignores casts to a coarser dtype. The casts are counted.
 
     So the oracle has float64's accuracy even if the module computes a norm, for example, in
-    float32. The results of comparisons, and indices, are kept so that other runs can reuse them.
+    float32. Casts that lead to a decision are not ignored (`torch_decisions.py`). The decisions are
+    kept so that other runs can reuse them.
     """
 
     def __init__(self):
@@ -115,6 +112,7 @@ class InFloat64(Float64Mode):
         self.draws: set[str] = set()
         """Operations that draw random numbers."""
         self.decisions: list[torch.Tensor] = []
+        self._run = Decisions().run
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation, in float64 even if it asks for a coarser dtype."""
@@ -125,9 +123,9 @@ class InFloat64(Float64Mode):
             self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.add(str(func).split(".")[1])
-        args, kwargs = widen_arguments(func, args, kwargs)
-        results = func(*args, **kwargs)
-        self.decisions += [decision.clone() for decision in decisions_in(args, results)]
+        wide = widen_arguments(func, args, kwargs)
+        results = self._run(func, (args, kwargs), wide)
+        self.decisions += [decision.clone() for decision in decisions_in(func, wide, results)]
         return results
 
 
@@ -154,7 +152,7 @@ class RandomRounding(Float64Mode):
         args, kwargs = widen_arguments(func, args, kwargs)
         exact_operands = self._dtype == torch.float64 and all(map(_is_in_bfloat16, _floating(args)))
         results = func(*args, **kwargs)
-        for decision in decisions_in(args, results):
+        for decision in decisions_in(func, (args, kwargs), results):
             known = next(self._decisions, decision)
             if known.shape == decision.shape and known.dtype == decision.dtype:
                 decision.copy_(known)
@@ -177,22 +175,6 @@ class RandomRounding(Float64Mode):
         noise = 2 * torch.rand(x.shape, generator=self._generator, dtype=x.dtype) - 1
         moved = (x * (1 + OPERATION_ULPS * self._ulp * noise)).to(self._dtype).double()
         x.copy_(torch.where(is_exact, x, moved))
-
-
-def decisions_in(args: Any, results: Any) -> Iterator[torch.Tensor]:
-    """The comparisons and indices among the results of an operation on floating numbers."""
-    found = [r for r in tensors_of(results) if not (r.is_floating_point() or r.is_complex())]
-    if found and any(True for _ in _floating(args)):
-        yield from found
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results; ten times as fast as a traversal by pytree."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list | dict):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_of(part)
 
 
 def _floating(tree: Any) -> Iterator[torch.Tensor]:
