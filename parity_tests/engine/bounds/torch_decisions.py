@@ -33,6 +33,7 @@ COARSER = {
     torch.complex64: torch.complex128,
 }
 DOUBLE = {*COARSER.values()}
+NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 ROUNDINGS = ("ceil", "floor", "round", "trunc")
 """Decisions whose results are real numbers."""
 ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "sqrt")
@@ -93,7 +94,7 @@ class Decisions:
         if not operands and not has_results:
             return None
         if func is aten.lift_fresh.default:  # the constant of a `torch.tensor(…)`
-            return (given[0][0].float() if given[0][0].dtype in DOUBLE else given[0][0]), True
+            return narrow(given[0][0]), True
         known = [self._written.get(operand) for operand in operands]
         is_cast = func is aten._to_copy.default and given[1].get("dtype") in COARSER
         if is_cast and known == [None]:
@@ -101,7 +102,7 @@ class Decisions:
         if not has_results and any(each and not each.is_discrete for each in known):
             # a decision between a number that is cast and others, which are in float32 for a user
             pairs = zip(operands, known, strict=True)
-            known = [each or Written(operand.float(), is_discrete=False) for operand, each in pairs]
+            known = [each or Written(narrow(operand), is_discrete=False) for operand, each in pairs]
         if None in known:
             return None
         is_discrete = all(each.is_discrete for each in known)
@@ -130,6 +131,11 @@ class Decisions:
             for tensor in [*self._written]:
                 if tensor.untyped_storage().data_ptr() == memory:
                     del self._written[tensor]
+
+
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    """The numbers in the dtype that they have for a user, who runs in float32."""
+    return x.to(NARROW.get(x.dtype, x.dtype))
 
 
 def read(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with f
 win" (2000).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ from parity_tests.engine.bounds.torch_decisions import (
     tensors_of,
     written_tensors,
 )
+from parity_tests.engine.bounds.torch_functions import function_name
 
+Replace = Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""Takes an operation and its arguments, and returns other arguments."""
 aten = torch.ops.aten
 FUSED = get_decompositions(
     [
@@ -101,11 +104,12 @@ class InFloat64(Float64Mode):
 
     So the oracle has float64's accuracy even if the module computes a norm, for example, in
     float32. Casts that lead to a decision are not ignored (`torch_decisions.py`). The decisions are
-    kept so that other runs can reuse them.
+    kept so that other runs can reuse them. `replace` may change the arguments of operations.
     """
 
-    def __init__(self):
+    def __init__(self, replace: Replace = lambda func, args, kwargs: (args, kwargs)):
         super().__init__()
+        self._replace = replace
         self.casts = 0
         self.cast_to: set[str] = set()
         """The dtypes of casts, as JAX calls them."""
@@ -113,10 +117,13 @@ class InFloat64(Float64Mode):
         """Operations that draw random numbers."""
         self.decisions: list[torch.Tensor] = []
         self._run = Decisions().run
+        self.functions: set[str] = set()
+        """The names of the functions that the module calls, as torch's operations have them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation, in float64 even if it asks for a coarser dtype."""
-        kwargs = kwargs or {}
+        self.functions.add(function_name(func))
+        args, kwargs = self._replace(func, args, kwargs or {})
         if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
             if func is aten._to_copy.default and args[0].dtype in COARSER.values():
                 self.casts += 1
