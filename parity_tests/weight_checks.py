@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from jax_models import from_torch, project, to_torch
 from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.registry.case import drawn_tensors
 from parity_tests.subject import Subject
 
 
@@ -20,18 +21,18 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         twin = subject.case.twin().to(dtype)
         with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.normal_()
-            for parameter in subject.case.bounded(twin):
-                parameter.uniform_()  # a number out of bounds is refused
+            for tensor in drawn_tensors(twin):
+                tensor.normal_()
+            for tensor in subject.case.bounded(twin):
+                tensor.uniform_()  # a number out of bounds is refused
         name = str(dtype).removeprefix("torch.")
         layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
         back = to_torch(layer, subject.case.layout)
         assert back.keys() == twin.state_dict().keys()
         for key, tensor in twin.state_dict().items():
-            bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-            assert back[key].dtype.name == name
-            assert back[key].tobytes() == tensor.contiguous().view(bits).numpy().tobytes(), key
+            assert back[key].dtype.name == str(tensor.dtype).removeprefix("torch."), key
+            bits = tensor.reshape(-1).view(torch.uint8).numpy()
+            assert back[key].tobytes() == bits.tobytes(), key
         again = from_torch(subject.case.abstract(jnp.dtype(name)), back, subject.case.layout)
         for a, b in zip(
             jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(nnx.state(again)), strict=True

@@ -40,7 +40,7 @@ from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
 from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
-from parity_tests.engine.verdict.measure import measure
+from parity_tests.engine.verdict.measure import measure, notes_on_arguments
 from parity_tests.engine.verdict.report import Report
 
 if TYPE_CHECKING:
@@ -172,6 +172,9 @@ def compare(
         # If the height, width and channels of an image are equal, the wrong order of axes raises no
         # error, so check whether the results agree in the other order.
         faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
+
+        # A function of JAX may have another default than torch's function of the same name.
+        notes = [*notes, *notes_on_arguments(problem, reference, report, jax_side)]
 
         # If the pair fails, make sure that a model without `weights` has the reference's weights.
         # Then find the first submodule whose own code departs.

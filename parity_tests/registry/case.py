@@ -58,9 +58,9 @@ class Case:
     packs: bool = False
     """Whether `call` takes `lengths`, for which it packs the rows."""
     bounded: Callable[[nn.Module], list[Tensor]] = lambda twin: []
-    """Returns the twin's parameters that must stay in [0, 1], as tensors to write to."""
+    """Returns the twin's tensors that must stay in [0, 1], so that their values can be set."""
     draw_bounded: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = inside
-    """Draws values for these parameters."""
+    """Draws values for these tensors."""
     valid_state: Callable[[Any], Any] = lambda state: state
     """Changes a state of random numbers into one that the layer can reach."""
     dtypes: tuple[str, ...] = DTYPES
@@ -77,19 +77,28 @@ class Case:
     """Whether the rounding errors of a step reach all other steps, as in an FFT."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
-        """The twin in float64, with random weights and biases that are exact in bfloat16."""
+        """The twin in float64, in evaluation mode, with random weights, biases and buffers.
+
+        The numbers are exact in bfloat16. Integers, and buffers that are not in the `state_dict`,
+        are those that the twin makes, which are the same each time.
+        """
         rng = np.random.default_rng(seed)
-        twin = self.twin().double()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            twin = self.twin().double().eval()
         convolved = {id(m.weight) for m in twin.modules() if isinstance(m, nn.Conv1d)}
+        variances = {id(getattr(m, "running_var", None)) for m in twin.modules()}
         with torch.no_grad():
-            for parameter in twin.parameters():
-                terms = parameter[0].numel() if id(parameter) in convolved else parameter.shape[-1]
-                scale = terms**-0.5 if parameter.ndim > 1 else 0.5
-                draw = scale * rng.standard_normal(tuple(parameter.shape))
-                parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
-            for parameter in self.bounded(twin):
-                draw = self.draw_bounded(rng, tuple(parameter.shape))
-                parameter.copy_(torch.from_numpy(draw))
+            for tensor in drawn_tensors(twin):
+                shape = tuple(tensor.shape)
+                terms = tensor[0].numel() if id(tensor) in convolved else [1, *shape][-1]
+                scale = terms**-0.5 if tensor.ndim > 1 else 0.5
+                draw = scale * rng.standard_normal(shape)
+                draw = inside(rng, shape) if id(tensor) in variances else in_every_dtype(draw)
+                tensor.copy_(torch.from_numpy(draw))
+            for tensor in self.bounded(twin):
+                draw = self.draw_bounded(rng, tuple(tensor.shape))
+                tensor.copy_(torch.from_numpy(draw))
         return twin
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
@@ -99,7 +108,15 @@ class Case:
     def load(self, state_dict: Arrays, dtype: str):
         """The JAX layer in `dtype` with these weights."""
         weights = all_in_dtype(state_dict, dtype)
-        return from_torch(self.abstract(jnp.dtype(dtype)), weights, self.layout)
+        layer = from_torch(self.abstract(jnp.dtype(dtype)), weights, self.layout)
+        for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.RngState))):
+            if isinstance(variable.get_value(), jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"case {self.name}: no weight of the twin gives {'.'.join(map(str, path))}, a "
+                    f"{type(variable).__name__}: make it a jax_models.Constant with a row in "
+                    "torch_layouts, and a buffer of the twin"
+                )
+        return layer
 
     def inputs(self, seed: int = 1, batch: int = BATCH, time: int = TIME) -> np.ndarray:
         """Random inputs: features exact in bfloat16, or tokens."""
@@ -195,6 +212,16 @@ class Case:
         return layer.stack if isinstance(layer, LanguageModel) else layer
 
 
+def drawn_tensors(twin: nn.Module) -> list[Tensor]:
+    """The parameters of a twin, and the buffers in its `state_dict` that are not integers."""
+    buffers = (
+        tensor
+        for tensor in twin.state_dict(keep_vars=True).values()
+        if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+    )
+    return [*twin.parameters(), *{id(buffer): buffer for buffer in buffers}.values()]
+
+
 def paired(
     name: str, layer: Callable[..., Any], twin: Callable[[], nn.Module] | None = None, **fields: Any
 ) -> Case:
@@ -215,6 +242,10 @@ def paired(
 
 @functools.cache
 def _abstract(case: Case, dtype):
-    return nnx.split(
-        nnx.eval_shape(lambda: case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    )
+    def make():
+        layer = case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+        statistics = nnx.state(layer, nnx.BatchStat)  # Flax makes them in float32
+        nnx.update(layer, jax.tree.map(lambda array: array.astype(dtype), statistics))
+        return layer
+
+    return nnx.split(nnx.eval_shape(make))

@@ -1,11 +1,14 @@
-"""Compares the hyperparameters of a torch layer with those of its JAX counterpart."""
+"""Compares the hyperparameters of a torch layer or function with those of its JAX counterpart."""
 
 import flax.linen as linen
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
 
+from parity_tests import compare
 from parity_tests.engine.traces.hyperparameters import (
     hyperparameter_differences,
     hyperparameters_of,
@@ -92,3 +95,49 @@ def test_the_momentum_of_a_user_s_layer_is_not_converted():
 
     of_torch = hyperparameters_of(torch.nn.BatchNorm1d(3))
     assert not [*hyperparameter_differences(of_torch, hyperparameters_of(BatchNorm()))]
+
+
+def flax_norm(y):
+    return (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-6)
+
+
+FUNCTIONS = {
+    "softplus with threshold 50.0 instead of 20: jax.nn.softplus has no threshold": (
+        lambda y: torch.nn.functional.softplus(y + 21),
+        lambda y: jax.nn.softplus(y + 21),
+    ),
+    "softplus with threshold 50.0 instead of 20.0: jax.nn.softplus has no threshold": (
+        lambda y: torch.nn.Softplus(2.0, 20.0)(y + 10),
+        lambda y: jax.nn.softplus(2 * (y + 10)) / 2,
+    ),
+    "gelu with approximate tanh instead of none: as jax.nn.gelu by default": (
+        torch.nn.functional.gelu,
+        jax.nn.gelu,
+    ),
+    "var with correction 0 instead of 1: as jnp.var and jnp.std by default": (
+        lambda y: y.var(-1),
+        lambda y: y.var(-1),
+    ),
+    "layer_norm with eps 1e-06 instead of 1e-05: as the norms of Flax by default": (
+        lambda y: torch.nn.functional.layer_norm(y, (4,)),
+        flax_norm,
+    ),
+}
+
+
+@pytest.mark.parametrize("hint", FUNCTIONS)
+@pytest.mark.parametrize("is_right", [True, False], ids=["alone", "beside another fault"])
+def test_an_argument_of_a_function_is_named_if_it_alone_differs(x64, hint, is_right):
+    function, of_jax = FUNCTIONS[hint]
+    scale = 1 if is_right else 1.001
+    report = compare(
+        torch.nn.Linear(4, 4, bias=False),
+        lambda w, x: scale * of_jax(x @ w["weight"].T),
+        np.random.default_rng(0).standard_normal((5, 4)),
+        weights=dict,
+        call_twin=lambda twin, x: function(twin(x)),
+        dtypes="float64",
+    )
+    assert not report.passed
+    expected = [f"in float64, both sides agree if torch computes {hint}"] if is_right else []
+    assert [note for note in report.notes if "both sides agree" in note] == expected

@@ -5,8 +5,9 @@ error of a tensor is the root mean square of its difference from y64, relative t
 square of y64.
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
-  dtypes. If one side holds a constant rounded to float32, the float64 digits of the other side
-  replace it (`rounded_constants.py`). If no float64 digits are known, a tensor may err by K times
+  dtypes, except where a decision is made from the rounded number (`torch_decisions.py`). If one
+  side holds a constant rounded to float32, the float64 digits of the other side replace it
+  (`rounded_constants.py`). If no float64 digits are known, a tensor may err by K times
   as much as it moves when such constants are off by `CONSTANT_ULPS`, but by no more than its bound
   in float32.
 - float32 and bfloat16: JAX errs by at most K times as much as torch errs in that dtype, or by K ·
@@ -57,6 +58,12 @@ CONSTANT_ULPS = 8.0
 
 That is more than its own rounding: the power in 10000^(-i/d), for example, enlarges the rounding of
 the exponent.
+"""
+DECISION_BITS = 44
+"""How many bits of a float64 number a decision reads, such as a comparison or a floor.
+
+So rounding errors of up to 2^-45, or 128 ulp, decide nothing: 3 − 4e-16 counts as 3. Numbers above
+2^44 are read in full, because they may be integers.
 """
 DECIMAL_DIGITS = 6
 """How many decimal digits a short float32 constant, such as 1e-5, may have.
@@ -261,5 +268,8 @@ def assert_same(actual, expected, what: str) -> None:
     """Assert that two ways to compute the same result in float64 agree up to rounding."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
-    difference, scale = np.abs(actual - expected).max(initial=0), np.abs(expected).max(initial=0)
-    assert difference <= FLOAT64 * scale, f"{what}: differ by {difference} at scale {scale}"
+    error, scale = (
+        np.abs(difference(actual, expected)).max(initial=0),
+        np.abs(expected).max(initial=0),
+    )
+    assert error <= FLOAT64 * scale, f"{what}: differ by {error} at scale {scale}"

@@ -8,7 +8,7 @@ Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with f
 win" (2000).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.bounds.torch_decisions import (
+    COARSER,
+    DOUBLE,
+    Decisions,
+    decisions_in,
+    tensors_of,
+    written_tensors,
+)
+from parity_tests.engine.bounds.torch_functions import function_name
 
-COARSER = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
-    torch.complex64: torch.complex128,
-}
-DOUBLE = {*COARSER.values()}
-
+Replace = Callable[[Any, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""Takes an operation and its arguments, and returns other arguments."""
 aten = torch.ops.aten
 FUSED = get_decompositions(
     [
@@ -85,11 +88,7 @@ def widen_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
     dtypes = {tensor.dtype for tensor in tensors_of((args, kwargs))}
     if dtypes.isdisjoint(COARSER) or dtypes.isdisjoint(DOUBLE):
         return args, kwargs
-    written = [
-        args[i]
-        for i, argument in enumerate(func._schema.arguments[: len(args)])
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = written_tensors(func, args)
 
     def widen(leaf: Any) -> Any:
         is_coarse = isinstance(leaf, torch.Tensor) and leaf.dtype in COARSER and leaf.ndim
@@ -104,30 +103,36 @@ class InFloat64(Float64Mode):
     """Within this mode, a float64 module ignores casts to a coarser dtype. The casts are counted.
 
     So the oracle has float64's accuracy even if the module computes a norm, for example, in
-    float32. The results of comparisons, and indices, are kept so that other runs can reuse them.
+    float32. Casts that lead to a decision are not ignored (`torch_decisions.py`). The decisions are
+    kept so that other runs can reuse them. `replace` may change the arguments of operations.
     """
 
-    def __init__(self):
+    def __init__(self, replace: Replace = lambda func, args, kwargs: (args, kwargs)):
         super().__init__()
+        self._replace = replace
         self.casts = 0
         self.cast_to: set[str] = set()
         """The dtypes of casts, as JAX calls them."""
         self.draws: set[str] = set()
         """Operations that draw random numbers."""
         self.decisions: list[torch.Tensor] = []
+        self._run = Decisions().run
+        self.functions: set[str] = set()
+        """The names of the functions that the module calls, as torch's operations have them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation, in float64 even if it asks for a coarser dtype."""
-        kwargs = kwargs or {}
+        self.functions.add(function_name(func))
+        args, kwargs = self._replace(func, args, kwargs or {})
         if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
             if func is aten._to_copy.default and args[0].dtype in COARSER.values():
                 self.casts += 1
             self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.add(str(func).split(".")[1])
-        args, kwargs = widen_arguments(func, args, kwargs)
-        results = func(*args, **kwargs)
-        self.decisions += [decision.clone() for decision in decisions_in(args, results)]
+        wide = widen_arguments(func, args, kwargs)
+        results = self._run(func, (args, kwargs), wide)
+        self.decisions += [decision.clone() for decision in decisions_in(func, wide, results)]
         return results
 
 
@@ -154,7 +159,7 @@ class RandomRounding(Float64Mode):
         args, kwargs = widen_arguments(func, args, kwargs)
         exact_operands = self._dtype == torch.float64 and all(map(_is_in_bfloat16, _floating(args)))
         results = func(*args, **kwargs)
-        for decision in decisions_in(args, results):
+        for decision in decisions_in(func, (args, kwargs), results):
             known = next(self._decisions, decision)
             if known.shape == decision.shape and known.dtype == decision.dtype:
                 decision.copy_(known)
@@ -177,22 +182,6 @@ class RandomRounding(Float64Mode):
         noise = 2 * torch.rand(x.shape, generator=self._generator, dtype=x.dtype) - 1
         moved = (x * (1 + OPERATION_ULPS * self._ulp * noise)).to(self._dtype).double()
         x.copy_(torch.where(is_exact, x, moved))
-
-
-def decisions_in(args: Any, results: Any) -> Iterator[torch.Tensor]:
-    """The comparisons and indices among the results of an operation on floating numbers."""
-    found = [r for r in tensors_of(results) if not (r.is_floating_point() or r.is_complex())]
-    if found and any(True for _ in _floating(args)):
-        yield from found
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results; ten times as fast as a traversal by pytree."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list | dict):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_of(part)
 
 
 def _floating(tree: Any) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.bounds.rounded_constants import Digits, is_rounded, short_decimal
+from parity_tests.engine.candidates.jax_decisions import BIT_PATTERNS, Decisions
 from parity_tests.engine.candidates.jax_program import (
     ProgramFacts,
     bodies_in,
@@ -27,11 +28,13 @@ from parity_tests.engine.candidates.jax_program import (
 )
 
 SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
-BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 
 
 class Evaluator:
-    """Evaluates a program with some dtypes, and the digits of its constants, replaced by others."""
+    """Evaluates a program with some dtypes, and the digits of its constants, replaced by others.
+
+    If dtypes are replaced, decisions are made as `jax_decisions.py` says.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Evaluator:
         digits: Digits = lambda values: values,
     ):
         self._closed, self._dtypes, self._facts, self._digits = closed, dtypes, facts, digits
+        self._decisions = Decisions()
         constants = {id(atom): (atom, a) for atom, a in constants_in(closed.jaxpr, closed.consts)}
         numbers = [
             self._exact_decimal(a) for atom, a in constants.values() if is_floating(atom.aval)
@@ -55,6 +59,7 @@ class Evaluator:
         values = dict(zip(jaxpr.invars, map(self._widen, args), strict=True))
         for atom, value in zip(jaxpr.constvars, consts, strict=True):
             values[atom] = self._constant(atom, value)
+            self._decisions.keep_constant(atom, value)
 
         def read(atom: Any) -> Any:
             return self._constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
@@ -65,6 +70,7 @@ class Evaluator:
             values |= zip(equation.outvars, map(self._widen, results), strict=True)
             for variable in unneeded:
                 del values[variable]
+            self._decisions.forget(unneeded)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _widen(self, x: Any) -> Any:
@@ -91,11 +97,15 @@ class Evaluator:
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        bodies = [body for body, _ in bodies_in(params)]
 
         # Evaluate the bodies of calls, loops and branches recursively.
         if (body := called_body(equation)) is not None:
-            return self._body(body)(*operands)
+            inner = getattr(body, "jaxpr", body)
+            self._decisions.pass_on(equation.invars, inner.invars)
+            results = self._body(body)(*operands)
+            self._decisions.pass_on(inner.outvars, equation.outvars)
+            self._decisions.forget(inner.outvars)
+            return results
         if name == "scan":
             return self._scan(equation, operands)
         if name == "while":
@@ -103,6 +113,14 @@ class Evaluator:
         if name == "cond":
             index, *rest = operands
             return lax.switch(index, [self._body(branch) for branch in params["branches"]], *rest)
+        if not self._dtypes:
+            return self._operation(equation, operands)
+        return self._decisions.apply(self._operation, equation, operands)
+
+    def _operation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        """The results of an operation that is no call, loop or branch."""
+        name, params = equation.primitive.name, equation.params
+        bodies = [body for body, _ in bodies_in(params)]
 
         # Leave an operation unchanged if it touches no dtype that is replaced.
         inner = (each for b in bodies for each, *_ in equations_in(b, [True] * len(b.invars)))

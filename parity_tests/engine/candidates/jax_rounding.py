@@ -14,41 +14,11 @@ from jax import lax
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.candidates.evaluator import Evaluator
+from parity_tests.engine.candidates.jax_decisions import MOVES, ROUNDINGS
 from parity_tests.engine.candidates.jax_program import called_body
 from parity_tests.engine.problem import is_inexact
 
 BRANCHING = ("scan", "while", "cond")
-EXACT_OPERATIONS = (
-    "abs",
-    "broadcast_in_dim",
-    "concatenate",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "iota",
-    "max",
-    "min",
-    "neg",
-    "optimization_barrier",
-    "pad",
-    "real",
-    "imag",
-    "reduce_max",
-    "reduce_min",
-    "reshape",
-    "rev",
-    "select_n",
-    "slice",
-    "sort",
-    "squeeze",
-    "stop_gradient",
-    "tell",
-    "transpose",
-)
-"""Operations that do not round: they only move, choose or negate numbers."""
 
 
 class ExactAndRounded(NamedTuple):
@@ -93,12 +63,14 @@ class RoundingEvaluator(Evaluator):
             return super()._equation(equation, [*map(exact_and_rounded, operands)])
         if called_body(equation) is not None:
             return super()._equation(equation, operands)
-        exact, rounded = (
+        rounded, exact = (  # in this order, because the last decisions are kept
             super(RoundingEvaluator, self)._equation(equation, [_component(x, i) for x in operands])
-            for i in range(2)
+            for i in (1, 0)
         )
+        if name in ROUNDINGS:
+            rounded = exact
         return [
-            ExactAndRounded(x, y if name in EXACT_OPERATIONS else self._round(y, operands))
+            ExactAndRounded(x, y if name in (*MOVES, *ROUNDINGS) else self._round(y, operands))
             if is_inexact(x)
             else x
             for x, y in zip(exact, rounded, strict=True)

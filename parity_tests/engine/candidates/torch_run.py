@@ -29,10 +29,12 @@ Prepare = Callable[[torch.nn.Module], object]
 """A function that changes the copy of the twin before the copy runs."""
 
 
-def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
+def run_oracle(
+    problem: Problem, prepare: Prepare = lambda twin: None, mode: InFloat64 | None = None
+) -> tuple[Results, InFloat64]:
     """The results of `run_torch` entirely in float64, and the mode with the facts it recorded."""
     try:
-        with InFloat64() as mode:
+        with mode or InFloat64() as mode:
             results = run_torch(problem, "float64", prepare)
     except RuntimeError as error:
         if "dtype" not in str(error):

@@ -244,6 +244,13 @@ class Reference(abc.ABC):
         self._moves = moves
         return self._results(Run(moves=moves))
 
+    def with_other_arguments(self) -> Iterable[tuple[str, Results]]:
+        """The float64 results with other arguments of the functions, and which arguments they are.
+
+        Only a torch module can run with other arguments.
+        """
+        return ()
+
     def moved_results(
         self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
     ) -> ErrorsByGroup:

@@ -12,6 +12,8 @@ import torch
 
 from jax_models.weights.trees import path_of
 from parity_tests.engine.bounds.rounded_constants import is_rounded
+from parity_tests.engine.bounds.torch_functions import other_arguments
+from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_run import (
     Prepare,
@@ -82,6 +84,13 @@ class TorchReference(Reference):
         if run.dtype:
             return run_torch(self.problem, run.dtype, prepare)
         return run_oracle(self.problem, move_and_prepare)[0]
+
+    def with_other_arguments(self) -> Iterator[tuple[str, Results]]:
+        """The float64 results with other arguments of torch's functions, and which they are."""
+        for other in other_arguments(self._mode.functions):
+            results, _ = run_oracle(self.problem, mode=InFloat64(other.replace))
+            if other.description:
+                yield other.description, results
 
     def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         return trace_torch(self.problem, partial(self._results, run), is_forward=is_forward)

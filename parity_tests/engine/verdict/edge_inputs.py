@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
+from parity_tests.engine.bounds.torch_decisions import is_real
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_run import forward, run_oracle, twin_in_dtype
 from parity_tests.engine.problem import Problem, is_flag, is_inexact
@@ -159,7 +160,7 @@ def picks_among_equals(problem: Problem) -> bool:
 
     def picks(inputs: Any) -> list[torch.Tensor]:
         _, mode = run_oracle(dataclasses.replace(problem, inputs=inputs))
-        return [decision for decision in mode.decisions if decision.dtype != torch.bool]
+        return [each for each in mode.decisions if not (each.dtype == torch.bool or is_real(each))]
 
     def nudged(x: Any) -> Any:
         is_number = not is_flag(x) and is_inexact(x)
