@@ -36,7 +36,7 @@ class Forecaster(nnx.Module):
 
     def __init__(self, features: int, rngs: nnx.Rngs):
         self.encoder = nnx.Linear(1, features, rngs=rngs)
-        self.recurrence = RGLRU(features, parameterization="softplus", rngs=rngs)
+        self.recurrence = RGLRU(features, rngs=rngs)
         self.hidden = nnx.Linear(features, features, rngs=rngs)
         self.out = nnx.Linear(features, AHEAD, rngs=rngs)
 

@@ -50,9 +50,7 @@ def main(steps: int = 200, folder: Path = Path("checkpoints")):
     by_rows, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
 
-    config = HawkLanguageModelConfig(
-        features=64, num_layers=2, mlp_features=128, parameterization="softplus"
-    )
+    config = HawkLanguageModelConfig(features=64, num_layers=2, mlp_features=128)
     model = config.build(rngs=nnx.Rngs(0))
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(5e-3))
     optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)

@@ -32,6 +32,7 @@ LARGE_MODEL = TrainConfig(
         features=2048,
         num_layers=16,
         mlp_features=6144,
+        parameterization="direct",
         remat="full",
         scan_layers=True,
     ),
@@ -44,7 +45,12 @@ LARGE_MODEL = TrainConfig(
 """1.07 billion parameters on 256 chips. No array of a batch has the sizes of a parameter."""
 LONG_SEQUENCES = TrainConfig(
     model=HawkLanguageModelConfig(
-        features=1024, num_layers=12, mlp_features=3072, remat="full", scan_layers=True
+        features=1024,
+        num_layers=12,
+        mlp_features=3072,
+        parameterization="direct",
+        remat="full",
+        scan_layers=True,
     ),
     optimizer=OptimizerConfig(clip_norm=1.0),
     mesh=MeshConfig(data=1, sequence=16),

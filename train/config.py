@@ -230,10 +230,11 @@ def from_fields(fields: dict[str, Any]) -> TrainConfig:
             f"model: expected one of {', '.join(MODEL_CONFIGS)}, got {name}; "
             f"install the package that declares it{broken}"
         )
+    kind = MODEL_CONFIGS[name]
     return TrainConfig(
         **fields
         | {
-            "model": MODEL_CONFIGS[name](**model),
+            "model": kind(**{**kind.unsaved_values, **model}),
             "optimizer": OptimizerConfig(**fields["optimizer"]),
             "mesh": MeshConfig(**fields.get("mesh", {})),
         }

@@ -31,15 +31,6 @@ def initialize(trainer: Trainer, path: Path) -> None:
     model = trainer.model(trainer.initial_params)
     if is_run(path):
         params = nnx.state(Run.open(path).model(), nnx.Param)
-        found, expected = dtypes_and_shapes(params), dtypes_and_shapes(trainer.initial_params)
-        differences = [
-            f"{name.removesuffix('.value')}: expected {expected.get(name, 'none')}, "
-            f"got {found.get(name, 'none')}"
-            for name in sorted({*found, *expected})
-            if found.get(name) != expected.get(name)
-        ]
-        if differences:
-            raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     else:
         with faults_of_checkpoint(path, FLAG):
             weights = without_other_parts(model.config, open_checkpoint(path).weights)
@@ -49,6 +40,16 @@ def initialize(trainer: Trainer, path: Path) -> None:
                 broken = broken_packages(ENTRY_POINTS)
                 hint = f"; if the model of the checkpoint has other sizes, give {OPTIONS}"
                 raise ValueError(f"{error}{broken}{hint}") from None
+    # A run may be that of another model. A checkpoint may have another parameter than the model.
+    found, expected = dtypes_and_shapes(params), dtypes_and_shapes(trainer.initial_params)
+    differences = [
+        f"{name.removesuffix('.value')}: expected {expected.get(name, 'none')}, "
+        f"got {found.get(name, 'none')}"
+        for name in sorted({*found, *expected})
+        if found.get(name) != expected.get(name)
+    ]
+    if differences:
+        raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
 
 

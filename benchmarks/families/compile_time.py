@@ -39,9 +39,11 @@ CONFIGS = {
     "LSTM": RNNLanguageModelConfig(
         256, context_length=None, embedding_features=192, hidden_features=192, cell="lstm"
     ),
-    "Hawk": HawkLanguageModelConfig(256, features=192),
+    "Hawk": HawkLanguageModelConfig(256, features=192, parameterization="direct"),
     "RWKV": RWKVLanguageModelConfig(256, features=192),
-    "Hawk, scanned": HawkLanguageModelConfig(256, features=192, scan_layers=True),
+    "Hawk, scanned": HawkLanguageModelConfig(
+        256, features=192, parameterization="direct", scan_layers=True
+    ),
     "RWKV, scanned": RWKVLanguageModelConfig(256, features=192, scan_layers=True),
 }
 

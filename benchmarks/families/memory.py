@@ -37,7 +37,8 @@ contenders = Contenders()
 
 def _stack(problem: Hawk, **options) -> Function:
     rngs = nnx.Rngs(0)
-    blocks = [HawkBlock(problem.features, 3 * problem.features, rngs=rngs) for _ in range(6)]
+    options = {"parameterization": "direct", "rngs": rngs}
+    blocks = [HawkBlock(problem.features, 3 * problem.features, **options) for _ in range(6)]
     graphdef, weights, rest = nnx.split(Stack(blocks, **options), nnx.Param, ...)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(problem.shape, np.float32))
 

@@ -29,7 +29,9 @@ ARCHITECTURES = {
     "HyperLSTM": lambda features, time, rngs: jax_models.HyperLSTM(
         features, features, features // 4, 8, rngs=rngs
     ),
-    "Hawk": lambda features, time, rngs: jax_models.Hawk(features, rngs=rngs),
+    "Hawk": lambda features, time, rngs: jax_models.Hawk(
+        features, parameterization="direct", rngs=rngs
+    ),
     "RWKV": lambda features, time, rngs: jax_models.RWKVTimeMix(features, rngs=rngs),
     "Hyena": lambda features, time, rngs: jax_models.HyenaBlock(features, time, rngs=rngs),
     "attention": lambda features, time, rngs: jax_models.SelfAttentionBlock(

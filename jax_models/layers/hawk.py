@@ -111,20 +111,20 @@ class GatedRecurrence(SequenceLayer[State]):
 class Hawk(GatedRecurrence[HawkState]):
     """The recurrent block of Griffin.
 
-        >>> layer = Hawk(64, parameterization="softplus", rngs=nnx.Rngs(0))
+        >>> layer = Hawk(64, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
     x and y are (batch, time, features), and the state is `HawkState(conv, rglru)`. gelu is the
-    exact GELU, with erf. To train a new layer, choose `parameterization="softplus"`; `RGLRU`
-    explains why.
+    exact GELU, with erf.
 
     Args:
         features: size of x_t and y_t.
         kernel_size: taps of the causal convolution.
-        parameterization: whether the RG-LRU trains its decay `a` ("direct") or `a_param`, with
-            a = e^{−softplus(a_param)} ("softplus").
+        parameterization: whether the RG-LRU trains `a_param` ("softplus"), with
+            a = e^{−softplus(a_param)}, or its decay `a` itself ("direct"). None: "softplus", until
+            weights with `a` are loaded; `RGLRU` explains why.
         c: the exponent of the RG-LRU, whose a_t lies between a^c and 1.
         method: the method of `ops.linear_recurrence`, as in `RGLRU`.
         **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the
@@ -133,8 +133,8 @@ class Hawk(GatedRecurrence[HawkState]):
     Raises:
         ValueError: a size or c is not positive.
 
-    Layouts: `hawk`, the keys of torch_ref.Hawk with the same `parameterization`. Weights whose
-    `rglru.a` lies outside [0, 1] are refused.
+    Layouts: `hawk`, the keys of torch_ref.Hawk. Weights whose `rglru.a` lies outside [0, 1] are
+    refused.
 
     """
 
@@ -143,7 +143,7 @@ class Hawk(GatedRecurrence[HawkState]):
         features: int,
         *,
         kernel_size: int = 4,
-        parameterization: Parameterization = "direct",
+        parameterization: Parameterization | None = None,
         c: Positive = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
         **options: Unpack[LayerOptions],
@@ -176,7 +176,7 @@ class Hawk(GatedRecurrence[HawkState]):
 class HawkBlock(ResidualBlock[HawkState]):
     """The residual block of Griffin.
 
-        >>> layer = HawkBlock(64, 192, parameterization="softplus", rngs=nnx.Rngs(0))
+        >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← x + hawk(norm(x))
@@ -188,7 +188,7 @@ class HawkBlock(ResidualBlock[HawkState]):
         features: size of x_t.
         mlp_features: width of the gated MLP; three times `features` in the paper.
         kernel_size: taps of the causal convolution.
-        parameterization: "direct" or "softplus", as in `Hawk`; "softplus" to train a new layer.
+        parameterization: "softplus", "direct" or None, as in `Hawk`.
         **options: as in `LayerOptions`; parameters are initialized as in `Hawk` and `GatedMLP`.
 
     Raises:
@@ -206,7 +206,7 @@ class HawkBlock(ResidualBlock[HawkState]):
         mlp_features: int,
         *,
         kernel_size: int = 4,
-        parameterization: Parameterization = "direct",
+        parameterization: Parameterization | None = None,
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)

@@ -19,12 +19,14 @@ from jax_models.weights import Layouts, linear, same
 
 Parameterization = Literal["direct", "softplus"]
 """The parameter of an RG-LRU: its decay `a`, or `a_param` with a = e^{−softplus(a_param)}."""
+METADATA: dict[str, dict[str, Any]] = {"a": {"bounds": (0.0, 1.0)}, "a_param": {}}
+"""The metadata of each of the two parameters."""
 
 
 class RGLRU(SequenceLayer[RGLRUState]):
     """The real-gated linear recurrent unit.
 
-        >>> layer = RGLRU(64, parameterization="softplus", rngs=nnx.Rngs(0))
+        >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i_t = σ(x_t W_i)
@@ -36,13 +38,16 @@ class RGLRU(SequenceLayer[RGLRUState]):
     features). `1 − a_t²` is computed as `−expm1(2 c r_t log a)`, which stays accurate if a is close
     to 1.
 
-    To train a new layer, choose `parameterization="softplus"`. The parameter is then `a_param`,
-    which may be any number, with a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
-    derivative of the square root is at most 1000, as in recurrentgemma. With "direct", the
-    parameter is `a`. Its gradient is finite for a in [0, 1] but grows without bound near a = 1
+    By default, the parameter is `a_param`, which may be any number, with a = e^{−softplus(a_param)}
+    = σ(−a_param) as in the paper, and the derivative of the square root is at most 1000, as in
+    recurrentgemma. With `parameterization="direct"`, the parameter is `a`, for weights that are
+    stored in this form. Its gradient is finite for a in [0, 1] but grows without bound near a = 1
     (`ops.decay` has the derivation), so that clipping by the global norm scales all other gradients
     down to almost nothing. If an optimizer moves `a` outside [0, 1], the layer computes with the
     nearest value inside; `jax_models.project` moves the parameter there.
+
+    If you leave `parameterization` out, `from_torch` loads weights of either form bit for bit, and
+    the layer then trains the parameter that they have.
 
     With `num_blocks`, W_i and W_r are block-diagonal and have biases. RecurrentGemma's RG-LRU is
     `RGLRU(features, num_blocks=…, scale_first_step=False)`.
@@ -50,8 +55,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
     Args:
         features: size of x_t and h_t.
         num_blocks: blocks of W_i and W_r, a divisor of `features`. None: W_i and W_r are dense.
-        parameterization: "direct" trains `a`, "softplus" trains `a_param`. None: "direct", or
-            "softplus" with `num_blocks`, which supports no other.
+        parameterization: "softplus" trains `a_param`, "direct" trains `a`. None: "softplus", until
+            weights with `a` are loaded. With `num_blocks`, only "softplus" is supported.
         scale_first_step: whether √(1 − a_t²) also scales the first step of a document. If False,
             h_t = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
             (batch,) counts the steps of the document so far and starts at 0.
@@ -69,9 +74,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
             divide the features, num_blocks or an epsilon is given with "direct", or `bias_init`
             without num_blocks.
 
-    Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a` or, with
-    "softplus", `a_param`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With
-    `num_blocks`: `hf` (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
+    Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a_param` or, with
+    "direct", `a`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With `num_blocks`:
+    `hf` (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
 
     """
 
@@ -91,10 +96,10 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, **options)
         self.c = c
-        # Block-diagonal gates come from recurrentgemma, which always trains a_param.
-        default = "direct" if num_blocks is None else "softplus"
-        self.parameterization: Parameterization = parameterization or default
-        direct = self.parameterization == "direct"
+        # Neither blocks nor an epsilon, which come from recurrentgemma and hippogriff, are defined
+        # for `a`.
+        self.takes_either = parameterization is None and num_blocks is None and not epsilon
+        direct = parameterization == "direct"
         if direct and num_blocks is not None:
             raise ValueError(
                 'parameterization: expected "softplus" with num_blocks, got "direct"; '
@@ -130,10 +135,44 @@ class RGLRU(SequenceLayer[RGLRUState]):
         if direct:
             below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would ignore the input
             a = jnp.minimum(to_power ** (1 / power), below_one).astype(param_dtype)
-            self.a = nnx.Param(a, bounds=(0.0, 1.0))
+            self.a = nnx.Param(a, **METADATA["a"])
         else:
             a_param = jnp.log(jnp.expm1(-jnp.log(to_power) / power))
             self.a_param = nnx.Param(a_param.astype(param_dtype))
+
+    @property
+    def parameterization(self) -> Parameterization:
+        """Which parameter the layer trains: `a_param` ("softplus") or `a` ("direct")."""
+        return "direct" if hasattr(self, "a") else "softplus"
+
+    @property
+    def decay_name(self) -> str:
+        """The name of the parameter that the layer trains."""
+        return "a" if hasattr(self, "a") else "a_param"
+
+    def other_param(self, name: str) -> nnx.Param:
+        """Returns `a` or `a_param`, to `adopt` in the place of the other.
+
+        Raises:
+            ValueError: the layer was built for the parameter that it has.
+
+        """
+        if not self.takes_either:
+            option = f'parameterization="{self.parameterization}"'
+            option = f"epsilon={self.epsilon}" if self.epsilon else option
+            raise ValueError(
+                f"expected {self.decay_name}, because the RGLRU was built with {option}, "
+                f"got {name}: build it without this option, and it takes either"
+            )
+        param = getattr(self, self.decay_name).copy()
+        metadata = {k: v for k, v in param.get_metadata().items() if k != "bounds"}
+        param.set_metadata(metadata | METADATA[name])
+        return param
+
+    def adopt(self, name: str, param: nnx.Param) -> None:
+        """Trains `a` or `a_param`, as returned by `other_param`, in the place of the other."""
+        delattr(self, self.decay_name)
+        setattr(self, name, param)
 
     def init_state(self, batch_size: int) -> RGLRUState:
         """Zeros, (batch, features), in at least float32, and position 0 if there is a position."""
@@ -153,8 +192,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             for part, param in (("kernel", gate.kernel), ("bias", gate.bias))
             if param is not None
         }
-        decay = "a" if self.parameterization == "direct" else "a_param"
-        weights[decay] = getattr(self, decay)[...]
+        weights[self.decay_name] = getattr(self, self.decay_name)[...]
         y, state = ops.rg_lru(
             x.astype(dtype),
             state,
@@ -173,9 +211,10 @@ class RGLRU(SequenceLayer[RGLRUState]):
         """`hawk`: the keys of torch_ref.RGLRU. With blocks: the layouts of RecurrentGemma."""
         gates = ("input_gate", "recurrence_gate")
         if self.num_blocks is None:
-            decay = "a" if self.parameterization == "direct" else "a_param"
             rows = (row for g in gates for row in linear(g, g, bias=False))
-            return {"hawk": [same(decay, decay), *rows]}
+            [other] = METADATA.keys() - {self.decay_name}
+            decay = same(self.decay_name, self.decay_name)
+            return {"hawk": [decay._replace(otherwise=same(other, other)), *rows]}
         hf = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight")
         names = {
             "hf": ("recurrent_param", *hf, "recurrent_gate_bias"),

@@ -30,17 +30,24 @@ UNDETERMINED = object()
 
 
 class Size(NamedTuple):
-    """A field of a config that is the size of one axis of one weight.
+    """A field of a config that is the size of one axis of one weight, or the value of a scalar.
 
-    A key that begins with `*.` belongs to a block: it leaves out the blocks' prefix, and the `*`
-    stands for the lowest block that has such a weight. Any other key is a full key.
+        Size("*.mlp.up_proj.weight", 0)  # the number of rows of a matrix in a block
+        Size("*.esn.leak")  # the value of a weight without axes in a block
+        Size("pos_embedding.weight", 0)  # the number of rows of a matrix outside the blocks
+
+    In a key that begins with `*.`, the `*` stands for the prefix of the blocks and the number of
+    the lowest block that has such a weight: `*.esn.leak` for `blocks.0.esn.leak`. The key
+    `blocks.esn.leak`, with the prefix but without the number, means the same. Any other key is a
+    full key.
     """
 
     key: str
-    axis: int
-    rank: int = 2
-    """The number of axes of the weight."""
-    convert: Callable[[int, Fields], Any] = lambda size, fields: size
+    axis: int | None = None
+    """The axis whose size is the field. None: the weight is a scalar, whose value is the field."""
+    rank: int | None = None
+    """The number of axes that the weight must have. None: any number."""
+    convert: Callable[[Any, Fields], Any] = lambda size, fields: size
     """Computes the field from the size and from the fields that the table lists before it."""
 
 
@@ -95,17 +102,32 @@ class Checkpoint:
 
     def find(self, key: str) -> str | None:
         """The full key of a weight, in the lowest block that has it, or None if no block has it."""
+        start = f"{self.layout.blocks}."
+        if key not in self.weights and key.startswith(start):
+            key = f"*.{key.removeprefix(start)}"
         keys = (whole_key(self.layout, key, number) for number in self.numbers or "0")
         return next((key for key in keys if key in self.weights), None)
 
-    def size(self, key: str, axis: int, rank: int) -> int | None:
-        """The size of an axis. If the weight is missing, returns None and notes its key."""
+    def size(self, key: str, axis: int | None, rank: int | None = None) -> Any:
+        """The size of an axis, or a scalar. If it is missing, returns None and notes its key."""
         if key not in self.weights:
             self.missing.append(key)
             return None
-        shape = tuple(getattr(self.weights[key], "shape", ()))
-        if len(shape) != rank or 0 in shape:
-            raise ValueError(f"state_dict: {key}: expected {rank} axes, none empty, got {shape}")
+        weight = self.weights[key]
+        shape = tuple(getattr(weight, "shape", ()))
+        if axis is None and shape:
+            raise ValueError(
+                f"state_dict: {key}: expected a scalar, got shape {shape}; to read the size of an "
+                "axis, give Size the axis"
+            )
+        if axis is None:
+            return as_numpy(weight).item()
+        if not -len(shape) <= axis < len(shape) or rank not in (None, len(shape)) or 0 in shape:
+            expected = f"{rank} axes" if rank is not None else f"an axis {axis}"
+            hint = "; to read the value of a scalar, give Size no axis" if not shape else ""
+            raise ValueError(
+                f"state_dict: {key}: expected {expected}, none empty, got {shape}{hint}"
+            )
         return int(shape[axis])
 
     def field(self, source: Any, fields: Fields) -> Any:

@@ -21,6 +21,7 @@ class HawkLanguageModelConfig(BlocksConfig):
     """The config of the Hawk language model."""
 
     family: ClassVar = "Hawk"
+    unsaved_values: ClassVar = {"parameterization": "direct"}
     layouts: ClassVar = {
         "hawk": Layout(
             "embedding.weight",
@@ -39,9 +40,9 @@ class HawkLanguageModelConfig(BlocksConfig):
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
     """Number of taps of the causal convolution."""
-    parameterization: Parameterization = "direct"
-    """The parameter of the RG-LRUs: the decay a ("direct") or a_param ("softplus"). A new model
-    trains better with "softplus"; `RGLRU` explains why.
+    parameterization: Parameterization | None = None
+    """The parameter of the RG-LRUs: a_param ("softplus") or the decay a ("direct"). None:
+    "softplus", until `from_torch` loads weights with a; `RGLRU` explains why.
     """
 
     @classmethod
@@ -55,7 +56,7 @@ class HawkLanguageModelConfig(BlocksConfig):
 class HawkLanguageModel(LanguageModel):
     """Token embedding → Hawk blocks → RMSNorm → Linear.
 
-        >>> config = HawkLanguageModelConfig(features=64, parameterization="softplus")
+        >>> config = HawkLanguageModelConfig(features=64)
         >>> model = config.build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 

@@ -56,6 +56,10 @@ class LanguageModelConfig(ModelConfig):
     """The name of the published vocabulary, if all models of the class have the same."""
     twin: ClassVar[str] = "torch_ref"
     """The module with the PyTorch twin, a class with the model's name and a `from_config`."""
+    unsaved_values: ClassVar[Mapping[str, Any]] = {}
+    """The values of fields that the config.json of a run of an earlier version may lack, if they
+    are not the defaults.
+    """
 
     vocab_size: int
     """Number of distinct tokens."""

@@ -31,7 +31,7 @@ from jax_models.ops.checks import (
     set_rows_to_nan,
     wrong_shape,
 )
-from jax_models.ops.keywords import refuse_unknown
+from jax_models.ops.keywords import refuse_missing, refuse_unknown
 from jax_models.ops.rows import Default, Rows
 
 Parameters = ParamSpec("Parameters")
@@ -101,7 +101,8 @@ def checked(
                 given = parameters.bind(*args, **kwargs)
             except TypeError:
                 refuse_unknown(function.__name__, parameters, args, kwargs)
-                return function(*args, **kwargs)  # Python's own error names the missing arguments
+                refuse_missing(function.__name__, parameters, args, kwargs)
+                return function(*args, **kwargs)  # Python's own error names what is given twice
             # Check each argument on its own, then the sizes that the arguments share.
             given.arguments = defaults | given.arguments
             scope = Scope(checks, sizes)

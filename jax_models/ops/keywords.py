@@ -156,6 +156,10 @@ arguments explains the difference. If we have no such argument, a sentence says 
 """
 
 
+EXAMPLES = {"rngs": " (such as nnx.Rngs(0))"}
+"""What the error for a missing argument adds to its name."""
+
+
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a function's error for an unknown argument suggest the one that was meant.
 
@@ -180,10 +184,7 @@ def refuse_unknown(
 ) -> None:
     """Raises a TypeError if positional or keyword arguments do not fit the signature."""
     known = {k: p.kind for k, p in signature.parameters.items() if k != "self"}
-    count = len(args)
-    if "self" in signature.parameters:
-        method = "" if name in ("__init__", "__call__") else f".{name}"
-        name, count = f"{type(args[0]).__name__}{method}", count - 1
+    name, count = _shown(name, signature, args), len(args) - ("self" in signature.parameters)
     unknown = [k for k in kwargs if k not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in known.values():
         raise TypeError(
@@ -197,6 +198,34 @@ def refuse_unknown(
             f"({', '.join(positional)}), got {count}: give the others by name "
             f"({', '.join(others) or 'there are none'})"
         ) from None
+
+
+def refuse_missing(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raises a TypeError that names the arguments that have no default and are missing.
+
+    Python's own error names them only if they are in the function's own signature, which does not
+    list the options of a TypedDict, such as `rngs`.
+    """
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    given = {*[*signature.parameters][: len(args)], *kwargs}
+    missing = [
+        f"{k}{EXAMPLES.get(k, '')}"
+        for k, p in signature.parameters.items()
+        if p.default is p.empty and p.kind not in variadic and k not in given
+    ]
+    if missing:
+        name = _shown(name, signature, args)
+        raise TypeError(f"{name}: missing {', '.join(missing)}") from None
+
+
+def _shown(name: str, signature: inspect.Signature, args: tuple) -> str:
+    """The name of a function in errors. A constructor has that of its class."""
+    if "self" not in signature.parameters:
+        return name
+    method = "" if name in ("__init__", "__call__") else f".{name}"
+    return f"{type(args[0]).__name__}{method}"
 
 
 _SUGGESTIONS = {name: answers for names, answers in SUGGESTIONS for name in names.split()}

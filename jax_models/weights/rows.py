@@ -30,6 +30,10 @@ class _Row(NamedTuple):
     """The keys under which a state_dict may have the row's array. Import needs only one of them.
     Empty: import needs all keys.
     """
+    otherwise: "Weight | None"
+    """The `Weight` that takes the place of this row if a state_dict has its keys instead. The layer
+    then trains its parameters instead of this row's (`other_params`). None: there is no other.
+    """
 
 
 class Weight(_Row):
@@ -57,16 +61,33 @@ class Weight(_Row):
         exact: bool = True,
         any_division: bool = False,
         tied: tuple[str, ...] = (),
+        otherwise: "Weight | None" = None,
     ) -> "Weight":
         """Makes a row from its fields."""
         flags = {"separate": separate, "exact": exact, "any_division": any_division}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
-        return super().__new__(cls, params, keys, to_jax, to_torch, **flags, tied=tied)
+        others = {"tied": tied, "otherwise": otherwise}
+        return super().__new__(cls, params, keys, to_jax, to_torch, **flags, **others)
+
+    def within(self, param: str, key: str) -> "Weight":
+        """Returns the row of a layer that is the attribute `param` and torch's submodule `key`."""
+        return self._replace(
+            params=tuple(join(param, p) for p in self.params),
+            keys=tuple(join(key, k) for k in self.keys),
+            tied=tuple(join(key, k) for k in self.tied),
+            otherwise=self.otherwise and self.otherwise.within(param, key),
+        )
 
     def for_keys(self, state_dict: Collection[Any]) -> "Weight":
-        """Returns the row with those of its tied keys that a state_dict has."""
+        """Returns the row for the keys of a state_dict: itself, or the one that it has `otherwise`.
+
+        A tied row is returned with those of its keys that the state_dict has.
+        """
+        other = self.otherwise
+        if other and {*other.keys, *self.keys} & {*state_dict} == {*other.keys}:
+            return other
         there = tuple(key for key in self.tied if key in state_dict)
         if not there:
             return self

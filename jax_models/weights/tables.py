@@ -220,14 +220,7 @@ def embedding(param: str, key: str) -> Table:
 
 def nested(table: Table, param: str, key: str) -> Table:
     """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
-    return [
-        row._replace(
-            params=tuple(join(param, p) for p in row.params),
-            keys=tuple(join(key, k) for k in row.keys),
-            tied=tuple(join(key, k) for k in row.tied),
-        )
-        for row in table
-    ]
+    return [row.within(param, key) for row in table]
 
 
 def _with_bias(

@@ -18,6 +18,7 @@ from jax_models.ops.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.keys import Fault, checked_mapping, joined, lines
 from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table
+from jax_models.weights.other_params import adopt, other_params
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import Table
@@ -54,6 +55,10 @@ def from_torch(
     `jax.set_mesh`, a parameter that is not yet on a mesh gets the sharding in its metadata
     (`nnx.with_partitioning`). Without such metadata, it is replicated on all devices of the mesh.
 
+    A layer that can train one of two parameters, such as the decay of an `RGLRU`, then trains the
+    one that the weights have, unless an option of its constructor chose the other. The parameter is
+    replaced, so load weights before you make views (`nnx.view`) or an optimizer for the layer.
+
     Raises:
         TypeError: `layer` is not an `nnx.Module`, `state_dict` is not a mapping, `layout` is
             neither a name nor a table, `prefix` is not a string, or the layer has no layouts of its
@@ -76,9 +81,10 @@ def from_torch(
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
-    # Find the table, and the sharding of each parameter.
-    params = params_of(layer)
+    # Find the table, and the sharding of each parameter. If the layer's options leave open which
+    # parameter it trains, the keys decide.
     name, table = weight_table(layer, layout, whole, place)
+    params = params_of(layer) | (others := other_params(layer, table))
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     # Check all shapes and dtypes before any values are read, because reading can take long.
@@ -102,6 +108,7 @@ def from_torch(
         )
     for path, value in placed.items():
         params[path].set_value(value)
+    adopt(layer, others)
     return layer
 
 

@@ -33,8 +33,9 @@ OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
 
 
 def decays(twin: nn.Module) -> list[Tensor]:
-    """The parameter `a` of every RG-LRU."""
-    return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
+    """The parameter `a` of every RG-LRU that has it."""
+    layers = (m for m in twin.modules() if isinstance(m, torch_ref.RGLRU))
+    return [layer.a.detach() for layer in layers if hasattr(layer, "a")]
 
 
 def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -43,24 +44,27 @@ def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 hawk = partial(paired, layout="hawk", architecture="hawk", bounded=decays)
-softplus = partial(paired, layout="hawk", architecture="hawk")
-BY_SOFTPLUS: dict[str, Any] = {"parameterization": "softplus"}
-AT_THE_BOUND = BY_SOFTPLUS | {"c": 5e-7}
+DIRECT: dict[str, Any] = {"parameterization": "direct"}
+AT_THE_BOUND = {"c": 5e-7}
 """With this `c`, √(1 − a²) is around 1/2000, where its derivative reaches the layer's limit."""
-config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
-softplus_config = dataclasses.replace(config, **BY_SOFTPLUS)
+softplus_config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
+config = dataclasses.replace(softplus_config, **DIRECT)
 
 CASES = [
-    hawk("RGLRU", partial(RGLRU, 5)),
+    hawk("RGLRU", partial(RGLRU, 5, **DIRECT)),
     hawk(
         "RGLRU close to a = 1",
-        partial(RGLRU, 6),
+        partial(RGLRU, 6, **DIRECT),
         draw_bounded=close_to_1,
         # bfloat16 has no number between 1 − 2⁻⁸ and 1
         dtypes=("float64", "float32"),
     ),
     *(
-        hawk(f"RGLRU {name}", partial(RGLRU, 5, method=method), partial(torch_ref.RGLRU, 5))
+        hawk(
+            f"RGLRU {name}",
+            partial(RGLRU, 5, method=method, **DIRECT),
+            partial(torch_ref.RGLRU, 5, **DIRECT),
+        )
         for method, name in OTHER_METHODS.items()
     ),
     *(
@@ -72,12 +76,15 @@ CASES = [
         )
         for size in (1, 2, 4)
     ),
-    *(hawk(f"Hawk, kernel {size}", partial(Hawk, 5, kernel_size=size)) for size in (1, 2, 4)),
-    hawk("HawkBlock", partial(HawkBlock, 5, 7)),
+    *(
+        hawk(f"Hawk, kernel {size}", partial(Hawk, 5, kernel_size=size, **DIRECT))
+        for size in (1, 2, 4)
+    ),
+    hawk("HawkBlock", partial(HawkBlock, 5, 7, **DIRECT)),
     hawk("HawkLanguageModel", config.build, architecture="hawk_language_model", twin_state=False),
-    softplus("RGLRU by softplus", partial(RGLRU, 5, **BY_SOFTPLUS)),
-    softplus("RGLRU by softplus, close to a = 1", partial(RGLRU, 5, **AT_THE_BOUND)),
-    softplus(
+    hawk("RGLRU by softplus", partial(RGLRU, 5)),
+    hawk("RGLRU by softplus, close to a = 1", partial(RGLRU, 5, **AT_THE_BOUND)),
+    hawk(
         "HawkLanguageModel by softplus",
         softplus_config.build,
         architecture="hawk_language_model",

@@ -1,4 +1,6 @@
-"""Hawk beyond parity: the bounds and initial values of `a`, and long sequences."""
+"""Hawk beyond parity: which parameter it trains, and the bounds and initial values of `a`."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,17 @@ from flax import nnx
 
 import torch_ref
 import train.optimizer
-from jax_models import RGLRU, Hawk, HawkLanguageModelConfig, from_torch, to_torch
+from jax_models import (
+    RGLRU,
+    Hawk,
+    HawkBlock,
+    HawkLanguageModelConfig,
+    Stack,
+    from_torch,
+    to_torch,
+)
+from jax_models.weights import Table
+from parity_tests import compare, draft_table
 from parity_tests.engine.bounds.tolerance import assert_same
 from train.config import PRESETS, from_fields, to_fields
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
@@ -18,7 +30,8 @@ from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 @pytest.mark.usefixtures("x64")
 def test_a_of_zero_and_one_load_and_run():
     """As in the twin, a = 0 forgets everything and a = 1 ignores inputs. Gradients are finite."""
-    twin, x = torch_ref.Hawk(4).double(), torch.randn(2, 9, 4).double()
+    twin = torch_ref.Hawk(4, parameterization="direct").double()
+    x = torch.randn(2, 9, 4).double()
     with torch.no_grad():
         twin.rglru.a[:2] = torch.tensor([0.0, 1.0])
     layer = from_torch(Hawk(4, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), twin.state_dict())
@@ -42,7 +55,7 @@ def test_training_keeps_a_inside(monkeypatch, projects):
     """Without the projection, the steps would leave the interval."""
     if not projects:
         monkeypatch.setattr(train.optimizer, "project", lambda params: params)
-    graphdef, params = nnx.split(RGLRU(8, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(RGLRU(8, parameterization="direct", rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     optimizer = build_optimizer(OptimizerConfig(learning_rate=1.0), num_steps=2)
     state = optimizer.init(params)
@@ -60,6 +73,7 @@ def test_training_keeps_a_inside(monkeypatch, projects):
 
 def start(**options) -> jax.Array:
     """The initial `a` of 4,000 channels. The compiler removes the unused gates."""
+    options["parameterization"] = "direct"
     return jax.jit(lambda: RGLRU(4000, rngs=nnx.Rngs(0), **options).a[...])()
 
 
@@ -68,7 +82,7 @@ def test_a_starts_as_in_the_paper():
     for a, c in (
         (start(c=8.0), 8),
         (start(c=2.0), 2),
-        (torch_ref.RGLRU(4000).a.detach().numpy(), 8),
+        (torch_ref.RGLRU(4000, parameterization="direct").a.detach().numpy(), 8),
     ):
         a_to_c = np.asarray(a) ** c
         assert a_to_c.min() == pytest.approx(0.9, abs=1e-3)
@@ -81,7 +95,7 @@ def test_a_starts_as_in_the_paper():
 
 
 def with_a_outside():
-    layer = Hawk(4, rngs=nnx.Rngs(0))
+    layer = Hawk(4, parameterization="direct", rngs=nnx.Rngs(0))
     weights = to_torch(layer)
     weights["rglru.a"] = np.array([-0.1, 0.5, 1.1, np.nan], np.float32)
     from_torch(layer, weights)
@@ -109,4 +123,123 @@ def test_the_preset_trains_by_softplus_and_an_old_run_keeps_its_parameterization
     fields = to_fields(preset)
     assert from_fields(fields) == preset
     assert fields["model"].pop("parameterization") == "softplus"
-    assert from_fields(fields).model == HawkLanguageModelConfig()
+    assert from_fields(fields).model == HawkLanguageModelConfig(parameterization="direct")
+
+
+CONFIG = HawkLanguageModelConfig(
+    vocab_size=11, features=4, num_layers=2, mlp_features=6, scan_layers=True
+)
+BLOCK = {"features": 4, "mlp_features": 6}
+LAYERS = {
+    "RGLRU": (lambda **k: RGLRU(4, **k), lambda p: torch_ref.RGLRU(4, parameterization=p)),
+    "Hawk": (lambda **k: Hawk(4, **k), lambda p: torch_ref.Hawk(4, parameterization=p)),
+    "Stack": (
+        lambda **k: Stack([HawkBlock(**BLOCK, **k) for _ in range(2)], scan_layers=True),
+        lambda p: torch.nn.ModuleList(
+            torch_ref.HawkBlock(**BLOCK, parameterization=p) for _ in range(2)
+        ),
+    ),
+    "language model": (
+        lambda rngs, **k: dataclasses.replace(CONFIG, **k).build(rngs=rngs),
+        lambda p: torch_ref.HawkLanguageModel(11, 4, 2, 6, parameterization=p),
+    ),
+}
+"""For each layer, how to build it and, with a parameterization, its twin."""
+
+
+def weights_of(twin: torch.nn.Module, prefix: str = "") -> dict[str, np.ndarray]:
+    """Random weights of a twin, whose decays lie in [0, 1], which is right in both forms."""
+    rng = np.random.default_rng(0)
+    return {
+        f"{prefix}{key}": rng.uniform(size=w.shape).astype(np.float32)
+        for key, w in twin.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_trains_the_parameter_that_its_weights_have(name):
+    """Without the option, weights of either form come back bit for bit, one after the other."""
+    build, build_twin = LAYERS[name]
+    layer = build(rngs=nnx.Rngs(0))
+    x = np.ones((2, 5), int) if name == "language model" else np.ones((2, 5, 4), np.float32)
+    assert to_torch(layer).keys() == build_twin("softplus").state_dict().keys()
+    for form in ("direct", "softplus"):
+        weights = weights_of(build_twin(form), "model.")
+        assert from_torch(layer, weights, prefix="model.") is layer
+        back = to_torch(layer, prefix="model.")
+        assert back.keys() == weights.keys()
+        for key, array in weights.items():
+            np.testing.assert_array_equal(back[key], array)
+        gradient = nnx.jit(nnx.grad(lambda layer, x: layer(x)[0].sum()))(layer, x)
+        assert jax.tree.structure(gradient) == jax.tree.structure(nnx.state(layer, nnx.Param))
+        fixed = from_torch(build(parameterization=form, rngs=nnx.Rngs(0)), weights, prefix="model.")
+        np.testing.assert_array_equal(layer(x)[0], fixed(x)[0])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("form", ["direct", "softplus"])
+def test_a_layer_that_was_built_with_the_option_refuses_the_other_form(name, form):
+    build, build_twin = LAYERS[name]
+    [other] = {"direct", "softplus"} - {form}
+    layer, weights = build(parameterization=form, rngs=nnx.Rngs(0)), weights_of(build_twin(other))
+    before = to_torch(layer)
+    message = rf'^state_dict: \S+: expected .*, because .*parameterization="{form}", got .*'
+    with pytest.raises(ValueError, match=message) as raised:
+        from_torch(layer, weights)
+    assert "\n" not in str(raised.value)
+    assert all(np.array_equal(to_torch(layer)[key], array) for key, array in before.items())
+
+
+def test_wrong_weights_of_the_other_form_leave_a_layer_unchanged():
+    layer, weights = Hawk(4, rngs=nnx.Rngs(0)), weights_of(LAYERS["Hawk"][1]("direct"))
+    graphdef, before = nnx.split(layer)
+    with pytest.raises(ValueError, match=r"rglru\.a: 4 of 4 values outside \[0, 1\]"):
+        from_torch(layer, weights | {"rglru.a": weights["rglru.a"] + 2})
+    with pytest.raises(ValueError, match="epsilon=1e-06"):
+        from_torch(RGLRU(4, epsilon=1e-6, rngs=nnx.Rngs(0)), weights, prefix="rglru.")
+    assert nnx.graphdef(layer) == graphdef
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(layer), before)
+
+
+class Net(nnx.Module):
+    """A user's model around a Hawk, which has no layouts of its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.hawk, self.out = Hawk(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.hawk(x)[0])
+
+
+class TorchNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = torch_ref.Hawk(4, parameterization="direct")
+        self.out = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.mixer(x)[0])
+
+
+def drafted(twin: torch.nn.Module, model: nnx.Module) -> Table:
+    """The table that `draft_table` writes, which leaves nothing open."""
+    code = draft_table(twin, model)
+    assert "#" not in code
+    exec(code, namespace := {"model": model})
+    return namespace["table"]
+
+
+def test_the_drafted_table_of_a_model_around_a_layer_loads_the_other_form():
+    twin, model = TorchNet(), Net(nnx.Rngs(0))
+    from_torch(model, twin.state_dict(), drafted(twin, model))
+    np.testing.assert_array_equal(model.hawk.rglru.a[...], twin.mixer.rglru.a.detach())
+
+
+@pytest.mark.slow
+def test_a_model_around_a_layer_agrees_with_the_other_form():
+    twin, model = TorchNet(), Net(nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 5, 4))
+    with jax.numpy_dtype_promotion("standard"):  # a user's nnx.Linear has no dtype
+        report = compare(twin, model, x, weights=drafted(twin, model))
+    assert report.passed, report
+    assert model.hawk.rglru.parameterization == "softplus"  # the model itself is left unchanged

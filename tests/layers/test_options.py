@@ -31,6 +31,7 @@ from jax_models import (
     generate,
 )
 from jax_models.models.silero_vad import SileroVADConfig
+from jax_models.ops.arguments import signature
 from jax_models.options import FloatingDtype, Index
 from train.optimizer import OptimizerConfig
 
@@ -98,14 +99,41 @@ def test_a_constructor_refuses(name):
             assert re.fullmatch(ONE_LINE.format(option), str(error.value))
 
 
+def required_arguments(function) -> list[str]:
+    """The arguments without a default, with those of a TypedDict in the place of `**options`."""
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+CALLED = PUBLIC | {f"ops.{name}": getattr(jax_models.ops, name) for name in jax_models.ops.__all__}
+REQUIRED = {name: names for name, value in CALLED.items() if (names := required_arguments(value))}
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_argument_is_named(name):
+    """The other arguments have wrong values, because those that are missing are named first."""
+    for missing in REQUIRED[name]:
+        others = {other: None for other in REQUIRED[name] if other != missing}
+        with pytest.raises(TypeError, match=rf".* missing .*\b{missing}\b.*") as error:
+            CALLED[name](**others)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_all_missing_arguments_are_named_at_once():
+    message = "GRU: missing hidden_features, rngs (such as nnx.Rngs(0))"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        GRU(3)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize("name", [*SIZES, *CONFIGS, "Stack", "Bidirectional", "Reversed"])
 def test_help_shows_the_signature(name):
-    signature, of_init = map(inspect.signature, (PUBLIC[name], PUBLIC[name].__init__))
-    assert [*signature.parameters] == [*of_init.parameters][1:]
+    shown, of_init = map(inspect.signature, (PUBLIC[name], PUBLIC[name].__init__))
+    assert [*shown.parameters] == [*of_init.parameters][1:]
     lines = pydoc.render_doc(PUBLIC[name], renderer=pydoc.plaintext).splitlines()
     assert lines[3].startswith(f" |  {name}(")
     assert "*args" not in lines[3]
-    assert " at 0x" not in f"{signature}{of_init}"
+    assert " at 0x" not in f"{shown}{of_init}"
 
 
 def test_a_layer_that_is_called_has_the_signature_of_the_call():
@@ -188,7 +216,7 @@ REFUSED = [
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
             ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
-            ("RGLRU", {"epsilon": 1e-6}),
+            ("RGLRU", {"parameterization": "direct", "epsilon": 1e-6}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),
             ("GriffinBlock", {"out_variance": 0.5, "kernel_init": nnx.initializers.zeros}),
         )

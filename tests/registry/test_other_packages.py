@@ -8,29 +8,54 @@ from pathlib import Path
 import pytest
 
 LAYER = '''
-from jax_models import GRU, LayerNorm, SequenceLayer
-from jax_models.weights import layer_norm, nested
+import jax.numpy as jnp
+from flax import nnx
+from jax_models import GRU, Constant, LayerNorm, SequenceLayer
+from jax_models.weights import layer_norm, linear, nested, same
+
+
+class Readout(nnx.Module):
+    """leak · (h W + b), where leak is a fixed number."""
+
+    def __init__(self, in_features: int, features: int, leak: float, *, dtype, param_dtype, rngs):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.out = nnx.Linear(in_features, features, **options)
+        self.leak = Constant(jnp.asarray(leak, param_dtype))
+
+    def __call__(self, h):
+        y = self.out(h)
+        return self.leak[...].astype(y.dtype) * y
 
 
 class PlainBlock(SequenceLayer):
-    """x + GRU(norm(x))."""
+    """x + readout(GRU(norm(x)))."""
 
-    def __init__(self, features: int, *, dtype=None, param_dtype="float32", rngs):
+    def __init__(
+        self, features: int, units: int, leak: float, *, dtype=None, param_dtype="float32", rngs
+    ):
         super().__init__(features, dtype=dtype, param_dtype=param_dtype)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = LayerNorm(features, **options)
-        self.gru = GRU(features, features, **options)
+        self.gru = GRU(features, units, **options)
+        self.readout = Readout(units, features, leak, **options)
 
     def init_state(self, batch_size):
         return self.gru.init_state(batch_size)
 
     def sequence(self, x, state, *masks):
         y, state = self.gru.sequence(self.norm(x), state, *masks)
-        return x + y, state
+        return x + self.readout(y), state
 
     def torch_layouts(self):
         gru = self.gru.torch_layouts()["torch.nn"]
-        return {"plain": [*layer_norm("norm", "norm"), *nested(gru, "gru", "gru")]}
+        readout = [*linear("out", "out"), same("leak", "leak")]
+        return {
+            "plain": [
+                *layer_norm("norm", "norm"),
+                *nested(gru, "gru", "gru"),
+                *nested(readout, "readout", "readout"),
+            ]
+        }
 '''
 MODEL = """
 import dataclasses
@@ -50,18 +75,32 @@ class PlainLanguageModelConfig(StackConfig):
     marks: ClassVar = (".gru.weight_ih_l0",)
     twin: ClassVar = "plain.twin"
     layouts: ClassVar = {
-        "plain": Layout("embedding.weight", "blocks", "final_norm.weight"),  # as Hawk's
+        "plain": Layout(  # the names of Hawk's
+            "embedding.weight",
+            "blocks",
+            "final_norm.weight",
+            sizes={
+                "units": Size("*.gru.bias_hh_l0", 0, convert=lambda size, fields: size // 3),
+                "leak": Size("*.readout.leak"),
+            },
+        ),
         "plain-shifted": Layout(
             "model.embedding.weight",
             "model.blocks",
             "model.final_norm.weight",
             blocks_layout="plain",
+            sizes={
+                "units": Size("model.blocks.readout.out.weight", 1),
+                "leak": Size("model.blocks.readout.leak"),
+            },
         ),
     }
 
     vocab_size: int = 11
     features: int = 6
     num_layers: int = 2
+    units: int = 5
+    leak: float = 0.5
 
     @classmethod
     def presets(cls):
@@ -73,12 +112,11 @@ class PlainLanguageModelConfig(StackConfig):
 
 class PlainLanguageModel(LanguageModel):
     def __init__(self, config: PlainLanguageModelConfig, **options):
-        features = config.features
         super().__init__(
             config,
-            embedding=nnx.Embed(config.vocab_size, features, **options),
-            blocks=[PlainBlock(features, **options) for _ in range(config.num_layers)],
-            norm=RMSNorm(features, **options),
+            embedding=nnx.Embed(config.vocab_size, config.features, **options),
+            blocks=[config.make(PlainBlock, **options) for _ in range(config.num_layers)],
+            norm=RMSNorm(config.features, **options),
         )
 """
 TWIN = """
@@ -86,28 +124,40 @@ import torch
 from torch import nn
 
 
+class Readout(nn.Module):
+    def __init__(self, in_features, features, leak):
+        super().__init__()
+        self.out = nn.Linear(in_features, features)
+        self.register_buffer("leak", torch.tensor(leak))
+
+    def forward(self, h):
+        return self.leak * self.out(h)
+
+
 class PlainBlock(nn.Module):
-    def __init__(self, features):
+    def __init__(self, features, units, leak):
         super().__init__()
         self.norm = nn.LayerNorm(features)
-        self.gru = nn.GRU(features, features, batch_first=True)
+        self.gru = nn.GRU(features, units, batch_first=True)
+        self.readout = Readout(units, features, leak)
 
     def forward(self, x, state=None):
         h = None if state is None else state[0]
         y, h = self.gru(self.norm(x), h)
-        return x + y, (h,)
+        return x + self.readout(y), (h,)
 
 
 class PlainLanguageModel(nn.Module):
-    def __init__(self, vocab_size, features, num_layers):
+    def __init__(self, vocab_size, features, num_layers, units, leak):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, features)
-        self.blocks = nn.ModuleList(PlainBlock(features) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(PlainBlock(features, units, leak) for _ in range(num_layers))
         self.final_norm = nn.RMSNorm(features, eps=1e-6)
 
     @classmethod
     def from_config(cls, config):
-        return cls(config.vocab_size, config.features, config.num_layers)
+        sizes = config.vocab_size, config.features, config.num_layers
+        return cls(*sizes, config.units, config.leak)
 
     def forward(self, tokens, state=None):
         x = self.embedding(tokens)
@@ -127,7 +177,7 @@ from plain.model import PlainLanguageModelConfig
 config = PlainLanguageModelConfig()
 plain = partial(Case, layout="plain", architecture="plain")
 CASES = [
-    plain("PlainBlock", partial(twin.PlainBlock, 6), partial(PlainBlock, 6)),
+    plain("PlainBlock", partial(twin.PlainBlock, 6, 5, 0.5), partial(PlainBlock, 6, 5, 0.5)),
     plain(
         "PlainLanguageModel",
         partial(twin.PlainLanguageModel.from_config, config),
@@ -156,7 +206,8 @@ import train.convert
 from jax_models import load_pretrained, to_torch
 from plain.model import PlainLanguageModelConfig
 
-model = PlainLanguageModelConfig(features=4, num_layers=3).build(rngs=nnx.Rngs(0))
+config = PlainLanguageModelConfig(features=4, num_layers=3, units=7, leak=0.25)
+model = config.build(rngs=nnx.Rngs(0))
 save_file(to_torch(model), "plain.safetensors")
 assert load_pretrained("plain.safetensors").config == model.config
 arguments = "--from plain.safetensors --to b.safetensors --layout plain-shifted"

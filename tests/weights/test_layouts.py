@@ -26,7 +26,7 @@ from jax_models import (
     griffin_from_weights,
     to_torch,
 )
-from jax_models.models.architecture import architectures
+from jax_models.models.architecture import Checkpoint, Layout, Size, architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
 
@@ -192,6 +192,33 @@ def test_a_config_without_sizes_is_not_guessed():
     with pytest.raises(NotImplementedError, match=r"^Unsized: no layout says how"):
         Unsized.from_state_dict(weights)
     assert Unsized.from_state_dict(weights, **vars(config)) == config
+
+
+ESN = {"blocks.0.esn.leak": np.float32(0.25), "blocks.0.esn.bias": np.ones(3), "rnn.w": np.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [
+        (Size("*.esn.leak"), 0.25),
+        (Size("blocks.esn.leak"), 0.25),
+        (Size("blocks.0.esn.leak"), 0.25),
+        (Size("*.esn.bias", 0), 3),
+        (Size("blocks.esn.bias", -1), 3),
+        (Size("rnn.w", 0, rank=1), 4),
+        (Size("*.esn.bias"), "expected a scalar, got shape \\(3,\\); .* give Size the axis"),
+        (Size("*.esn.leak", 0), "expected an axis 0, none empty, got \\(\\); .* give Size no axis"),
+        (Size("*.esn.bias", 0, rank=2), "expected 2 axes, none empty, got \\(3,\\)"),
+        (Size("*.esn.bias", 1), "expected an axis 1, none empty, got \\(3,\\)"),
+    ],
+)
+def test_a_size_is_an_axis_or_a_scalar_in_or_outside_of_the_blocks(size, value):
+    checkpoint = Checkpoint(ESN, Layout("embedding.weight", "blocks", "norm.weight"))
+    if isinstance(value, str):
+        with pytest.raises(ValueError, match=rf"^state_dict: blocks.0.esn.\w+: {value}$"):
+            checkpoint.field(size, {})
+    else:
+        assert checkpoint.field(size, {}) == value
 
 
 def test_a_wrong_argument_is_named():

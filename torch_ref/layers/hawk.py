@@ -20,7 +20,7 @@ class Hawk(nn.Module):
     `conv`, then that of `rglru`.
     """
 
-    def __init__(self, features: int, *, kernel_size: int = 4, parameterization: str = "direct"):
+    def __init__(self, features: int, *, kernel_size: int = 4, parameterization: str = "softplus"):
         super().__init__()
         self.gate_proj = nn.Linear(features, features, bias=False)
         self.recurrent_proj = nn.Linear(features, features, bias=False)
@@ -45,7 +45,7 @@ class HawkBlock(nn.Module):
         mlp_features: int,
         *,
         kernel_size: int = 4,
-        parameterization: str = "direct",
+        parameterization: str = "softplus",
     ):
         super().__init__()
         self.temporal_pre_norm = nn.RMSNorm(features, eps=1e-6)

@@ -68,10 +68,11 @@ class RGLRU(nn.Module):
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    x and y = h are (batch, time, features), and the state is (h,) with h (batch, features). a^c is
-    drawn uniformly from [0.9, 0.999], as in the paper. The gradients at a = 0 and a = 1 are finite.
+    x and y = h are (batch, time, features), and the state is (h,) with h (batch, features). The
+    parameter is a_param, and a = e^{−softplus(a_param)}.
 
-    With `parameterization="softplus"`, the parameter is a_param, and a = e^{−softplus(a_param)}.
+    With `parameterization="direct"`, the parameter is a. a^c is drawn uniformly from [0.9, 0.999],
+    as in the paper. The gradients at a = 0 and a = 1 are finite.
 
     With `num_blocks`, W_i and W_r are block-diagonal and have biases, the parameterization is
     "softplus", and the parameter is called recurrent_param. RecurrentGemma's RG-LRU also has
@@ -84,7 +85,7 @@ class RGLRU(nn.Module):
         features: int,
         *,
         num_blocks: int | None = None,
-        parameterization: str | None = None,
+        parameterization: str = "softplus",
         scale_first_step: bool = True,
         c: float = 8.0,
     ):
@@ -94,10 +95,10 @@ class RGLRU(nn.Module):
         if num_blocks is None:
             self.input_gate = nn.Linear(features, features, bias=False)
             self.recurrence_gate = nn.Linear(features, features, bias=False)
-            if parameterization == "softplus":
-                self.a_param = nn.Parameter(initial_a_param(features))
-            else:
+            if parameterization == "direct":
                 self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
+            else:
+                self.a_param = nn.Parameter(initial_a_param(features))
         else:
             size = features // num_blocks
             self.recurrent_param = nn.Parameter(initial_a_param(features))

@@ -28,7 +28,7 @@ class HawkLanguageModel(nn.Module):
         mlp_features: int,
         *,
         kernel_size: int = 4,
-        parameterization: str = "direct",
+        parameterization: str = "softplus",
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, features)
@@ -50,7 +50,7 @@ class HawkLanguageModel(nn.Module):
             config.num_layers,
             config.mlp_features,
             kernel_size=config.kernel_size,
-            parameterization=config.parameterization,
+            parameterization=config.parameterization or "softplus",
         )
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

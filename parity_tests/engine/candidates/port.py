@@ -16,6 +16,7 @@ from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
 from jax_models.weights import Table, Weight, same
 from jax_models.weights.layouts import params_of, weight_table
+from jax_models.weights.other_params import adopt, other_params
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, foreign_weights
 from parity_tests.engine.candidates.model_weights import (
@@ -132,12 +133,16 @@ def _port_module(
     state_dict = only_floating(all_in_dtype(reference.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
+        others = other_params(model, table)
     except TypeError as error:
         raise TypeError(f"weights: {error}") from None
     except ValueError as error:
         is_own = isinstance(weights, list)
         hint = "; parity_tests.draft_table(twin, model) drafts the missing rows" if is_own else ""
         raise ValueError(f"weights: {error}{hint}") from None
+    if others:
+        model = merge(*split(model))  # the caller's model keeps its parameters
+        adopt(model, others)
     back = to_torch(from_torch(model_in_dtype(model, "float64"), state_dict, table), table)
     faults = [
         f"weights: {key} comes back changed: the JAX module cannot hold it"

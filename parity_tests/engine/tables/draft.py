@@ -131,14 +131,17 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
     Attention, and a module with exactly the keys of one of the tables, is one part together with
     its submodules.
     """
-    whole = [{key for row in table if row.params for key in row.keys} for table in tables]
+    used = [[row for row in table if row.params] for table in tables]
     owners = weight_owners(twin)
     weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
     parts: list[Part] = []
     for name, module in twin.named_modules(remove_duplicate=False):
         start = join(name, "")
         inside = {key.removeprefix(start): key for key in weights if key.startswith(start)}
-        is_whole = isinstance(module, torch.nn.MultiheadAttention) or {*inside} in whole
+        is_whole = isinstance(module, torch.nn.MultiheadAttention) or any(
+            inside.keys() == {key for row in table for key in row.for_keys(inside).keys}
+            for table in used
+        )
         own = [k for i, k in inside.items() if is_whole or ("." not in i and owners[k] == k)]
         parts += [Part(name, {key: weights.pop(key) for key in own}, module)] if own else []
     return parts
@@ -151,7 +154,8 @@ def jax_parts(model: Any) -> list[Part]:
     """
     layers: dict[str, nnx.Module] = {}
     if isinstance(model, nnx.Module):
-        for place, module in nnx_modules(model):
+        by_place = dict(nnx_modules(model))
+        for place, module in sorted(by_place.items()):  # a layer before its parts
             is_inside = any(place.startswith(join(outer, "")) for outer in layers)
             if hasattr(module, "torch_layouts") and not is_inside:
                 layers[place] = module
@@ -252,7 +256,11 @@ def candidate_drafts(part: Part, place: Part) -> Iterator[Draft]:
     for layout, table in place.layouts.items():
         path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
         code = f'*nested(model{path}.torch_layouts()["{layout}"], "{place.name}", "{part.name}")'
-        yield Draft(code, rows.nested(table, *names))
+        table = [
+            row.for_keys(part.arrays)._replace(params=row.params)
+            for row in rows.nested(table, *names)
+        ]
+        yield Draft(code, table)
     if place.module is not None:
         return
     if any(path.startswith("params.") for path in place.arrays):
