@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from peers import assert_same_logits_and_gradients
+from peers import assert_same_logits_and_gradients, assert_same_start
 
-from jax_models import HippogriffLanguageModelConfig, from_torch
+from jax_models import HippogriffLanguageModelConfig, from_torch, to_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
@@ -129,3 +129,12 @@ def test_logits_and_gradients_are_those_of_the_package(package, name):
     num_kv_heads = OPTIONS[name].get("smqa_kv_heads", 1)
     load = partial(port, window=window, num_kv_heads=num_kv_heads)
     assert_same_logits_and_gradients(model, load, TOKENS, "hippogriff", dtypes=("float64",))
+
+
+@pytest.mark.parametrize("package", [flash_attn_func], indirect=True)
+def test_parameters_start_as_in_the_package(package):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "dim": 64, "smqa_head_dim": 16}
+    original = package[0].GriffinLM(package[0].GriffinConfig(**SIZES | sizes)).state_dict()
+    config = HippogriffLanguageModelConfig.from_state_dict(original)
+    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0)), "hippogriff"), original)
