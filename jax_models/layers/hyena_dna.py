@@ -44,7 +44,7 @@ class HyenaDNAFilterOptions(FilterOptions, total=False):
     modulate: Annotated[bool, Default(True)]
     """Whether the filter's window is applied."""
     normalized: Annotated[bool, Default(False)]
-    """Whether the filter network's outputs at a step are divided by their L1 norm."""
+    """Whether the windowed taps of all filters at a step are divided by their L1 norm."""
 
 
 class HyenaDNAOptions(HyenaDNAFilterOptions, LayerOptions, total=False):

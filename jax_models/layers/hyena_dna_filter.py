@@ -54,8 +54,9 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         omega: the initial f.
         shift: the value to which the window decays. By default, HyenaDNA uses 0.05, and safari 0.
         modulate: whether the window is applied.
-        normalized: whether the network's outputs at a step are divided by their L1 norm over all
-            filters before the window is applied.
+        normalized: whether the taps of all filters at a step are divided by their L1 norm, after
+            the window is applied. Safari's version with FlashFFTConv divides before the window;
+            this order is not supported.
         **options: as in `FilterOptions`; matrices and biases are initialized as in torch.
 
     Raises:
@@ -103,16 +104,14 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         check_time("length", length, max_length)
         freqs = [self.freq] * len(self.biases)
         h = run_network(at_least_float32(self.z)[:length], self.kernels, self.biases, freqs)
-        if self.normalized:
-            h = l1_normalized(h, axis=-1)
         h = h.T.reshape(order, features, length)
-        if not self.modulate:
-            return h
-        decay = (
-            jnp.abs(at_least_float32(self.deltas))[..., None]
-            * at_least_float32(self.t)[None, None, :length]
-        )
-        return h * (jnp.exp(-decay) + self.shift)
+        if self.modulate:
+            decay = (
+                jnp.abs(at_least_float32(self.deltas))[..., None]
+                * at_least_float32(self.t)[None, None, :length]
+            )
+            h = h * (jnp.exp(-decay) + self.shift)
+        return l1_normalized(h, axis=(0, 1)) if self.normalized else h
 
     def torch_layouts(self) -> Layouts:
         """`hyena-dna`; `hyena-dna-file`, where all sines share one key; `safari`."""

@@ -257,8 +257,8 @@ def _taps(graphdef, params, length: int) -> Float[Array, "order features length"
     return nnx.merge(graphdef, params)(length)
 
 
-def l1_normalized(h: Array, axis: int) -> Array:
-    """Divides taps by their L1 norm over an axis. Taps that are all zero stay zero."""
+def l1_normalized(h: Array, axis: int | tuple[int, ...]) -> Array:
+    """Divides taps by their L1 norm over these axes. Taps that are all zero stay zero."""
     norm = jnp.sum(jnp.abs(h), axis=axis, keepdims=True)
     return h / jnp.where(norm > 0, norm, 1)
 

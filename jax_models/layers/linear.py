@@ -15,9 +15,13 @@ lecun_normal = nnx.initializers.lecun_normal()
 """The default initializer of the kernel of Flax's Linear."""
 
 
-def normal_of_fan_in(variance: float = 1.0) -> Initializer:
-    """The initializer of recurrentgemma's matrices: normal, with variance `variance` / inputs."""
-    return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
+def normal_of_fan_in(variance: float = 1.0, *, in_blocks: bool = False) -> Initializer:
+    """The initializer of recurrentgemma's matrices: normal, with variance `variance` / inputs.
+
+    If `in_blocks`, the shape is (blocks, inputs, outputs).
+    """
+    batch_axis = 0 if in_blocks else ()
+    return nnx.initializers.variance_scaling(variance, "fan_in", "normal", batch_axis=batch_axis)
 
 
 def torch_uniform(fan_in: int) -> Initializer:

@@ -63,11 +63,11 @@ class RGLRU(SequenceLayer[RGLRUState]):
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
         method: the method of `ops.linear_recurrence`.
-        **options: as in `LayerOptions`. W_i and W_r are initialized by `lecun_normal`. Blocks are
-            drawn from a normal distribution with variance 1 / features, and their biases are zero.
-            With "direct", a^c is drawn uniformly from [0.9, 0.999]. With "softplus", a² is drawn
-            uniformly from [0.81, 0.998], as in recurrentgemma. The gates and the state are computed
-            in at least float32.
+        **options: as in `LayerOptions`. W_i and W_r are initialized by `lecun_normal`. As in
+            recurrentgemma's PyTorch version, blocks are drawn from a normal distribution with
+            variance num_blocks / features, and their biases are zero. With "direct", a^c is drawn
+            uniformly from [0.9, 0.999]. With "softplus", a² is drawn uniformly from [0.81, 0.998],
+            as in recurrentgemma. The gates and the state are computed in at least float32.
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
@@ -123,7 +123,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             self.input_gate = Linear(features, features, **matrix)
             self.recurrence_gate = Linear(features, features, **matrix)
         else:
-            inits = with_inits(options, normal_of_fan_in())
+            inits = with_inits(options, normal_of_fan_in(in_blocks=True))
             blocks = {k: inits[k] for k in ("kernel_init", "bias_init", "param_dtype", "rngs")}
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)

@@ -27,6 +27,7 @@ from jax_models.layers.rwkv_parts import (
     orthogonal,
     scaled_orthogonal,
     token_shift,
+    unit_orthogonal,
 )
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
@@ -259,6 +260,7 @@ class RWKV6ChannelMix(ChannelMix):
     """
 
     prefix = "time_maa_"
+    key_init = staticmethod(unit_orthogonal)
 
     def first_mix(self, channel, height):
         return 1 - channel**height

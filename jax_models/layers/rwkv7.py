@@ -28,6 +28,7 @@ from jax_models.layers.rwkv_parts import (
     orthogonal,
     scaled_orthogonal,
     token_shift,
+    unit_orthogonal,
 )
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
@@ -293,7 +294,7 @@ class RWKV7ChannelMix(ChannelMix):
     """
 
     prefix, gated = "x_", False
-    key_init = staticmethod(partial(orthogonal, gain=1.0))
+    key_init = staticmethod(unit_orthogonal)
 
     def first_mix(self, channel, height):
         return 1 - channel**height**4

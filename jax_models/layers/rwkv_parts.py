@@ -49,6 +49,10 @@ def orthogonal(
     return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
 
+unit_orthogonal: Initializer = partial(orthogonal, gain=1.0)
+"""Draws an orthogonal matrix, with singular values of 1 for any shape."""
+
+
 def scaled_orthogonal(factor: float) -> Initializer:
     """Returns the initializer `orthogonal`, multiplied by a factor."""
     return lambda *args, **kwargs: factor * orthogonal(*args, **kwargs)

@@ -111,7 +111,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
     modulate: bool = True
     """Whether the filters' windows are applied."""
     normalized: bool = False
-    """Whether the filter network's outputs at a step are divided by their L1 norm."""
+    """Whether the windowed taps of all filters at a step are divided by their L1 norm."""
     filter_bias: bool = True
     """Whether each long convolution adds its input, scaled by a trained bias: safari's `bias`."""
     activation: MixerActivation = "identity"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
+from flax import nnx
+
 from jax_models.layers.short_convolution import ShortConvolution
 from jax_models.models.architecture import Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
@@ -111,7 +113,8 @@ class LFM2LanguageModelConfig(HybridConfig):
         return super().attention(qk_norm="head", **options)
 
     def mixer(self, **options: Any) -> SequenceLayer:
-        return self.make(ShortConvolution, use_bias=self.conv_bias, **options)
+        biases = {"bias_init": nnx.initializers.zeros} if self.conv_bias else {}
+        return self.make(ShortConvolution, use_bias=self.conv_bias, **biases, **options)
 
 
 class LFM2LanguageModel(HybridLanguageModel):
@@ -129,7 +132,7 @@ class LFM2LanguageModel(HybridLanguageModel):
     Args:
         config: the sizes. `LFM2LanguageModelConfig.from_hf` reads them from a config.json.
         **options: as for every layer. Matrices and convolutions are drawn from a normal
-            distribution, as in transformers.
+            distribution, and biases are zero, as in transformers.
 
     Layouts: `hf` (transformers' Lfm2ForCausalLM) and `hf-file` (the same without `lm_head.weight`
     if the head is tied).

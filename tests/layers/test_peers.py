@@ -37,9 +37,11 @@ from parity_tests.registry import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
-SIZES: dict[str, Any] = {"vocab_size": 50, "features": 128, "num_layers": 3, "head_size": 64}
+SIZES: dict[str, Any] = {"vocab_size": 50, "features": 128, "num_layers": 3}
 CONFIGS = {
-    "RWKV-6": RWKV6LanguageModelConfig(**SIZES, mix_rank=16, decay_rank=24),
+    "RWKV-6": RWKV6LanguageModelConfig(
+        **SIZES, head_size=32, hidden_features=176, mix_rank=16, decay_rank=24
+    ),
     "RWKV-7": RWKV7LanguageModelConfig(
         **SIZES, decay_rank=24, rate_rank=32, value_rank=16, gate_rank=40
     ),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import LSTM, HyperLSTM, LSTMState, from_torch, to_torch
+from jax_models import LSTM, HyperLSTM, LayerNormLSTM, LSTMState, from_torch, to_torch
 from parity_tests import assert_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -32,6 +32,31 @@ def test_the_lstm_of_labml(num_layers):
         ours = LSTM(5, 6, recurrent_bias=recurrent_bias, **sizes)
         weights = to_torch(from_torch(ours, original.state_dict()), "labml")
         original.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
+
+
+def test_the_layer_norm_lstm_of_labml():
+    """The cell of labml runs one step. The norms are random, because they start as the identity."""
+    original = pytest.importorskip("labml_nn.lstm").LSTMCell(5, 7, layer_norm=True)
+    rng = np.random.default_rng(0)
+    for parameter in original.parameters():
+        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape))).float()
+
+    def call_twin(cell, x, state):
+        outputs = []
+        for x_t in x.unbind(1):
+            state = cell(x_t, *state)
+            outputs.append(state[0])
+        return torch.stack(outputs, 1), state
+
+    assert_parity(
+        original,
+        LayerNormLSTM(5, 7, rngs=nnx.Rngs(0)),
+        inputs(4, 9, 5),
+        (inputs(4, 7), inputs(4, 7) / 2),
+        weights="labml",
+        call=lambda layer, x, state: layer(x, LSTMState(*state)),
+        call_twin=call_twin,
+    )
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -36,7 +36,10 @@ CONFIG = {
 OPTIONS = {
     "": ({}, {}),
     "in thirds": ({"column_split_hyena": False}, {"num_heads": 1}),
-    "with gelu": ({"mlp_activation": "gelu"}, {"activation": "gelu"}),
+    "with gelu and 5 taps": (
+        {"mlp_activation": "gelu", "short_filter_length": 5},
+        {"activation": "gelu", "kernel_size": 5},
+    ),
 }
 TIME = 50
 X = np.random.default_rng(0).standard_normal((2, TIME, FEATURES))

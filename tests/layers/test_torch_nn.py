@@ -1,14 +1,18 @@
-"""Random configurations and lengths of torch.nn.RNN, LSTM and GRU in float64."""
+"""Random configurations, lengths and dropout of torch.nn.RNN, LSTM and GRU, and torch's norms."""
 
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from jax_models import GRU, LSTM, RNN
+from jax_models import GRU, LSTM, RNN, GroupNorm, LayerNorm, RMSNorm, from_torch
+from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import BATCH, TIME, Case
 from parity_tests.registry.torch_nn import run_packed
@@ -53,3 +57,36 @@ def problems(draw):
 def test_equals_torch_nn(problem):
     report = measure_twin(problem, ("float64",))
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_where_torch_has_it(family, x64):
+    """With a rate of 1, and one so near to 1 that no element is kept, nothing is random."""
+    twin, layer = FAMILIES[family]
+    twin = twin(5, 6, 3, bidirectional=True, batch_first=True, dropout=1.0).double()
+    stack = {"num_layers": 3, "bidirectional": True, "dropout_rate": 1 - 1e-12}
+    layer = layer(5, 6, **stack, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 7, 5))
+    y, _ = from_torch(layer, twin.state_dict())(x)
+    assert_same(y, twin(torch.from_numpy(x))[0].detach().numpy(), "outputs")
+
+
+@pytest.mark.parametrize(
+    ("twin", "norm"),
+    [
+        (nn.LayerNorm(12), LayerNorm),
+        (nn.RMSNorm(12, eps=0.03), partial(RMSNorm, epsilon=0.03)),
+        (nn.GroupNorm(3, 12, eps=0.03), partial(GroupNorm, num_groups=3, epsilon=0.03)),
+        (nn.GroupNorm(1, 12), partial(GroupNorm, num_groups=1)),
+    ],
+)
+def test_norms_are_torchs(twin, norm, x64):
+    rng = np.random.default_rng(0)
+    weights = {key: rng.standard_normal(12) for key in twin.state_dict()}
+    twin.double().load_state_dict({key: torch.from_numpy(w) for key, w in weights.items()})
+    ours = norm(12, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    ours.scale[...] = weights["weight"]
+    if "bias" in weights:
+        ours.bias[...] = weights["bias"]
+    x = 0.1 * rng.standard_normal((5, 12))
+    assert_same(ours(x), twin(torch.from_numpy(x)).detach().numpy(), "outputs")

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from peers import assert_same_logits_and_gradients
+from flax import nnx
+from peers import assert_same_logits_and_gradients, assert_same_start
 
-from jax_models import GriffinLanguageModelConfig, griffin_from_weights
+from jax_models import GriffinLanguageModelConfig, griffin_from_weights, to_torch
 from parity_tests.engine.bounds.tolerance import K, floor, rms
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -139,8 +140,7 @@ def deepminds() -> Any:
     return package
 
 
-def deepminds_config(package: Any) -> Any:
-    config = LIKE_DEEPMINDS
+def deepminds_config(package: Any, config: GriffinLanguageModelConfig = LIKE_DEEPMINDS) -> Any:
     kinds = package.common.TemporalBlockType
     return package.common.GriffinConfig(
         vocab_size=config.vocab_size,
@@ -172,6 +172,17 @@ def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
         call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
         call_twin=lambda model, tokens: model(tokens, torch.tensor(POSITIONS))[0],
     )
+
+
+def test_parameters_start_as_in_recurrentgemma_in_torch(deepminds):
+    """Its Flax version draws block-diagonal gates and the MLPs' first matrices more narrowly."""
+    sizes = {"vocab_size": 200, "features": 64, "mlp_features": 96, "recurrent_features": 128}
+    config = dataclasses.replace(LIKE_DEEPMINDS, **sizes)
+    torch.manual_seed(0)
+    original = deepminds.torch.Griffin(deepminds_config(deepminds, config))
+    original.reset_parameters()
+    ours = to_torch(config.build(rngs=nnx.Rngs(0)), "deepmind-torch")
+    assert_same_start(ours, original.state_dict())
 
 
 def test_recurrentgemma_in_flax_agrees(deepminds):

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from peers import assert_same_logits_and_gradients
+from peers import assert_same_logits_and_gradients, assert_same_start
 
-from jax_models import HippogriffLanguageModelConfig, from_torch
+from jax_models import HippogriffLanguageModelConfig, from_torch, to_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
 WINDOW = 5
+C = 5.0
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
     "num_layers": 2,
@@ -129,3 +130,52 @@ def test_logits_and_gradients_are_those_of_the_package(package, name):
     num_kv_heads = OPTIONS[name].get("smqa_kv_heads", 1)
     load = partial(port, window=window, num_kv_heads=num_kv_heads)
     assert_same_logits_and_gradients(model, load, TOKENS, "hippogriff", dtypes=("float64",))
+
+
+class LaterBlock(torch.nn.Module):
+    """A block of version 0.0.3, which PyPI does not have, made of the parts of a block of 0.0.2.
+
+    It runs the attention first, or has none, and its Hawk stores the logarithm of `C`.
+    """
+
+    def __init__(self, block: torch.nn.Module, *, attention: bool, convolution: bool):
+        super().__init__()
+        names = {"time": "hawk", "gmlp": "hawk_gmlp"}
+        if attention:
+            names = {"smqa": "smqa", "smqa_gmlp": "smqa_gmlp"} | names
+        for name, before in names.items():
+            self.add_module(f"{name}_norm", block.get_submodule(f"{before}_norm"))
+            self.add_module(name, block.get_submodule(before))
+        self.names, hawk = names, block.get_submodule("hawk")
+        log_c = torch.nn.Parameter(torch.tensor([C]).double().log(), requires_grad=False)
+        hawk.register_parameter("alpha_log_scale", log_c)
+        if not convolution:
+            hawk.add_module("conv", torch.nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = x + self.get_submodule(name)(self.get_submodule(f"{name}_norm")(x))
+        return x
+
+
+@pytest.mark.parametrize(("attention", "convolution"), [(True, True), (False, False)])
+def test_version_003_is_that_of_its_parts(package, attention, convolution, monkeypatch):
+    """The parts compute with c = 8, so that softplus is multiplied by C / 8 instead."""
+    module, window = package
+    softplus = module.softplus
+    monkeypatch.setattr(module, "softplus", lambda x: softplus(x) * (C / 8))
+    model = built(module)
+    blocks = model.get_submodule("backbone")
+    parts = {"attention": attention, "convolution": convolution}
+    model.add_module("backbone", torch.nn.ModuleList(LaterBlock(b, **parts) for b in blocks))
+    load = partial(port, window=window) if attention else port
+    assert_same_logits_and_gradients(model, load, TOKENS, "hippogriff", dtypes=("float64",))
+
+
+@pytest.mark.parametrize("package", [flash_attn_func], indirect=True)
+def test_parameters_start_as_in_the_package(package):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "dim": 64, "smqa_head_dim": 16}
+    original = package[0].GriffinLM(package[0].GriffinConfig(**SIZES | sizes)).state_dict()
+    config = HippogriffLanguageModelConfig.from_state_dict(original)
+    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0)), "hippogriff"), original)

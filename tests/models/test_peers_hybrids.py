@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from peers import assert_same_logits_and_gradients
+from peers import assert_same_logits_and_gradients, assert_same_start
 
 import train.convert as command
-from jax_models import from_torch, generate, load_pretrained
+from jax_models import from_torch, generate, load_pretrained, to_torch
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
 
@@ -151,6 +151,20 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
     load = partial(ported, config=config)
     call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_twin)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_start_as_in_transformers(name, tmp_path):
+    """With more and wider layers, and the standard deviation that transformers has by default."""
+    kind, fields = MODELS[name]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
+    sizes |= {"linear_num_key_heads": 32, "linear_num_value_heads": 64, "initializer_range": 0.02}
+    torch.manual_seed(0)
+    original = getattr(transformers, kind)
+    original = original(original.config_class(**fields | sizes, **EAGER))
+    original.save_pretrained(tmp_path)
+    ours = load_pretrained(tmp_path).config.build(rngs=nnx.Rngs(0))
+    assert_same_start(to_torch(ours, "hf"), original.state_dict())
 
 
 def test_greedy_tokens_are_those_of_transformers(hf, folder):

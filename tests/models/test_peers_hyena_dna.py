@@ -1,4 +1,4 @@
-"""Compares HyenaDNA with its standalone file, which is part of the package `helical`."""
+"""Compares HyenaDNA and safari with HyenaDNA's standalone file, part of the package `helical`."""
 
 import importlib.util
 import sys
@@ -6,13 +6,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from peers import assert_same_logits_and_gradients
 from torch.nn import functional as F
 
-from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights
+from jax_models import HyenaDNALanguageModelConfig, HyenaDNAMixer, hyena_dna_from_weights
+from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 from train.published_vocabulary import Nucleotides
 
@@ -25,6 +28,22 @@ CONFIGS = {
         **SIZES, num_layers=2, order=3, embed_features=7, filter_features=20, num_filter_layers=3
     ),
 }
+ACTIVATIONS = {
+    "identity": torch.nn.Identity,
+    "gelu": torch.nn.GELU,
+    "relu": torch.nn.ReLU,
+    "sigmoid": torch.nn.Sigmoid,
+    "silu": torch.nn.SiLU,
+    "softplus": torch.nn.Softplus,
+    "tanh": torch.nn.Tanh,
+}
+OF_SAFARI: list[dict[str, Any]] = [
+    {"activation": "identity", "order": 3, "shift": 0.0},
+    {"activation": "gelu", "order": 3, "shift": 0.2, "normalized": True},
+    {"activation": "relu", "kernel_size": 5, "normalized": True, "modulate": False},
+    {"activation": "sigmoid", "order": 4, "filter_bias": False},
+    *({"activation": name} for name in ("silu", "softplus", "tanh")),
+]
 TIME = 21
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, TIME))
 
@@ -123,3 +142,58 @@ def test_the_tokens_are_those_of_the_file(standalone):
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert Nucleotides().encode(text).tolist() == expected
     assert tokenizer.eos_token_id == Nucleotides.end
+
+
+class SafariOperator(torch.nn.Module):
+    """The operator of safari, made of the file's parts, with the options that the file leaves out.
+
+    Each convolution is a sum over the past. Of several filters, the features come first.
+    """
+
+    def __init__(self, standalone: Any, features: int, **options: Any):
+        super().__init__()
+        self.order, self.normalized = options["order"], options["normalized"]
+        self.filter_bias, taps = options["filter_bias"], options["kernel_size"]
+        self.activation = ACTIVATIONS[options["activation"]]()
+        width = features * (self.order + 1)
+        self.in_proj = torch.nn.Linear(features, width)
+        self.short_filter = torch.nn.Conv1d(width, width, taps, padding=taps - 1, groups=width)
+        self.filter_fn = standalone.HyenaFilter(
+            features * (self.order - 1),
+            seq_len=TIME + 5,
+            order=7,
+            num_inner_mlps=1,
+            emb_dim=5,
+            w=10,
+            modulate=options["modulate"],
+            shift=options["shift"],
+        )
+        self.out_proj = torch.nn.Linear(features, features)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        time, features = u.shape[1:]
+        h = self.filter_fn.filter(time)  # the network, times the window
+        if self.normalized:
+            h = h / torch.norm(h, p=1, dim=-1, keepdim=True)
+        h = h.reshape(time, features, self.order - 1)
+        bias = self.filter_fn.bias.reshape(features, self.order - 1) * self.filter_bias
+        first, *x, v = self.short_filter(self.in_proj(u).mT)[..., :time].split(features, dim=1)
+        for n, x_n in enumerate(reversed(x)):
+            v = v * x_n
+            past = [(h[: t + 1, :, n].flip(0).T * v[..., : t + 1]).sum(-1) for t in range(time)]
+            v = torch.stack(past, dim=-1) + bias[:, n, None] * v
+        return self.out_proj(self.activation(v * first).mT)
+
+
+@pytest.mark.parametrize("options", OF_SAFARI, ids=str)
+def test_the_options_are_those_of_safari(standalone, options):
+    given = {"order": 2, "kernel_size": 3, "shift": 0.05, "modulate": True}
+    given |= {"normalized": False, "filter_bias": True} | options
+    operator = SafariOperator(standalone, 6, **given).double()
+    randomise(operator)
+    sizes: dict[str, Any] = {"embed_features": 5, "mlp_features": 7, "num_filter_layers": 3}
+    sizes |= {"param_dtype": np.float64, "rngs": nnx.Rngs(0)}
+    with jax.enable_x64(True):
+        layer = HyenaDNAMixer(6, TIME + 5, **sizes, **options)
+    x, call = np.random.default_rng(2).standard_normal((2, TIME, 6)), lambda layer, x: layer(x)[0]
+    assert_parity(operator, layer, x, weights="safari", call=call, dtypes=["float64"])

@@ -45,7 +45,7 @@ class HyenaDNAWindow(nn.Module):
 class HyenaDNAFilter(nn.Module):
     """`filter(L)` is (order, features, L): a network whose layers share one trained sine.
 
-    With `normalized`, the outputs of all filters at a step are divided by their L1 norm.
+    With `normalized`, the windowed taps of all filters at a step are divided by their L1 norm.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class HyenaDNAFilter(nn.Module):
     def forward(self, length: int) -> Tensor:
         check_length(length, self.max_length)
         h = self.implicit_filter(self.pos_emb.z[:, :length])
+        h = self.modulation(self.pos_emb.t[:, :length], h)
         if self.normalized:
             norm = h.abs().sum(dim=-1, keepdim=True)
             h = h / torch.where(norm > 0, norm, 1)  # a tap that is zero in all channels stays zero
-        h = self.modulation(self.pos_emb.t[:, :length], h)
         return h[0].mT.reshape(*self.sizes, length)

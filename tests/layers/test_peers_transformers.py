@@ -1,0 +1,121 @@
+"""Compares Gated DeltaNet with Qwen3-Next of transformers, and attention with StarCoder2 and Qwen3.
+
+The projections of Qwen3-Next are in another order. `tests/models/test_peers_hybrids.py` compares
+the layers of the hybrids, inside their models.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models import Attention, GatedDeltaNet, from_torch, to_torch
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+OPTIONS = {
+    "hidden_size": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-3,
+}
+SIZES = {"num_key_heads": 2, "num_value_heads": 6, "key_features": 5, "value_features": 3}
+ATTENTION = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    "attn_implementation": "eager",
+}
+ATTENTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("Starcoder2", {"sliding_window": None, "use_bias": False}, {}),
+    (
+        "Starcoder2",
+        {"sliding_window": 5, "use_bias": True},
+        {"window": 5, "use_bias": True, "out_bias": True},
+    ),
+    (
+        "Qwen3",
+        {
+            "head_dim": 10,
+            "rms_norm_eps": 1e-3,
+            "sliding_window": 3,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention"],
+            "num_hidden_layers": 1,
+        },
+        {"head_features": 10, "qk_norm": "head", "epsilon": 1e-3, "window": 3},
+    ),
+]
+
+
+def randomise(module: torch.nn.Module) -> np.random.Generator:
+    """Draws all parameters, and returns the generator."""
+    rng = np.random.default_rng(1)
+    for parameter in module.parameters():
+        scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+        draw = scale * rng.standard_normal(tuple(parameter.shape))
+        parameter.data = torch.from_numpy(in_every_dtype(draw))
+    return rng
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_gated_delta_net_is_that_of_qwen3_next(dtype):
+    """75 steps are longer than a chunk."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = transformers.Qwen3NextConfig(**OPTIONS)
+    peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0).double().eval()
+    rng = randomise(peer)
+    weights = {key: w.to(getattr(torch, dtype)) for key, w in peer.state_dict().items()}
+    with jax.enable_x64(True):
+        layer = GatedDeltaNet(12, **SIZES, epsilon=1e-3, param_dtype=dtype, rngs=nnx.Rngs(0))
+        layer = from_torch(layer, weights)
+    jax.tree.map(np.testing.assert_array_equal, to_torch(layer, "qwen3_next"), weights)
+    x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
+    assert_parity(peer, layer, x, weights="qwen3_next", call=call, dtypes=[dtype])
+
+
+@pytest.mark.parametrize(("family", "config", "options"), ATTENTIONS)
+def test_attention_is_that_of_transformers(family, config, options):
+    """With the angles and the mask that the whole model would pass to its attention."""
+    transformers = pytest.importorskip("transformers")
+    masks = import_module("transformers.masking_utils")
+    name = family.lower()
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(transformers, f"{family}Config")(**ATTENTION | config)
+    with InFloat64():
+        angles = getattr(module, f"{family}RotaryEmbedding")(config).double()
+        peer = getattr(module, f"{family}Attention")(config, layer_idx=0).double().eval()
+    rng = randomise(peer)
+    window = config.sliding_window is not None
+    mask = masks.create_sliding_window_causal_mask if window else masks.create_causal_mask
+
+    def call_twin(peer, x):
+        steps = torch.arange(x.shape[1])[None]
+        seen = mask(config, x, attention_mask=None, cache=None, position_ids=steps)
+        return peer(x, angles(x, steps), attention_mask=seen)[0]
+
+    with jax.enable_x64(True):
+        options = {"num_kv_heads": 2, "rope_theta": 50.0, "param_dtype": np.float64} | options
+        layer = Attention(24, 4, **options, rngs=nnx.Rngs(0))
+    assert_parity(
+        peer,
+        layer,
+        rng.standard_normal((2, 17, 24)),
+        weights="qwen3_5",
+        call=lambda layer, x: layer(x)[0],
+        call_twin=call_twin,
+        dtypes=["float64"],
+    )
