@@ -72,10 +72,6 @@ def from_torch(
     place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
         state_dict = {k: v for k, v in whole.items() if str(k).startswith(f"{place}.")}
-    # A layer may recognize the keys of another model that is easily confused with its own.
-    foreign_format = getattr(layer, "foreign_format", None)
-    if foreign_format is not None and (foreign := foreign_format(state_dict)):
-        raise ValueError(f"state_dict: {foreign}")
     # Find the table, and the sharding of each parameter.
     params = params_of(layer)
     name, table = weight_table(layer, layout, whole, place)
