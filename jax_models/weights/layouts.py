@@ -12,6 +12,7 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines, locate_keys
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.tables import Layouts, Table, nested
+from jax_models.weights.wrappers import find_wrapped
 
 
 def weight_table(
@@ -133,6 +134,8 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
     if found := locate_keys(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
+    if wrapped := find_wrapped(keys):
+        raise ValueError(f"state_dict: it has keys of {wrapped[0].description}")
     has = ", ".join(joined(sorted(map(str, state_dict))))
     if not keys:
         raise ValueError(f"prefix: no key starts with {start}, state_dict has {has}")
