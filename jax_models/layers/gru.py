@@ -61,9 +61,9 @@ class GRU(RecurrentStack[GRUState]):
             a bias that the layer lacks.
         NotImplementedError: (at the call) method is "native", which does not support the call.
 
-    Layouts: with `reset_after`, `torch.nn` (torch.nn.GRU); `scratch` (torch_ref.GRUScratch).
-    Source: Cho et al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as
-    in torch.nn.GRU.
+    Layouts: with `reset_after`, `torch.nn` (torch.nn.GRU) and, for one layer in one direction,
+    `torch.nn.cell` (torch.nn.GRUCell); `scratch` (torch_ref.GRUScratch). Source: Cho et al. 2014
+    (arXiv 1406.1078), by default with the reset gate after the product, as in torch.nn.GRU.
 
     """
 
@@ -112,6 +112,13 @@ class GRU(RecurrentStack[GRUState]):
     def operator(self):
         recurrence = partial(ops.gru, reset_after=self.reset_after)
         return partial(ops.recurrent_stack, recurrence, method=self.method)
+
+    def options_beyond_a_cell(self) -> list[str]:
+        """Those of every stack, and `reset_after=False`."""
+        return [
+            *super().options_beyond_a_cell(),
+            *([] if self.reset_after else ["reset_after=False"]),
+        ]
 
     def torch_layouts(self) -> Layouts:
         """The layouts of every stack, except that `torch.nn` requires `reset_after`."""

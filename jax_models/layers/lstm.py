@@ -73,11 +73,12 @@ class LSTM(RecurrentStack[LSTMState]):
     gradient. On a CPU, "auto" uses the native kernels for 16 steps or more in float32, if the
     program has a single device or is inside a `jax.shard_map`.
 
-    Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM,
-    with one bias per layer). To continue training labml's LSTM, build the layer with
-    `recurrent_bias=False`. Otherwise each of the two biases would receive the full gradient of
-    labml's one bias. Source: Hochreiter and Schmidhuber 1997; peepholes, Gers and Schmidhuber 2000;
-    the projection, Sak et al. 2014 (arXiv 1402.1128); torch.nn.LSTM.
+    Layouts: `torch.nn` (torch.nn.LSTM), `torch.nn.cell` (torch.nn.LSTMCell, for one layer in one
+    direction), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM, with one bias per layer).
+    To continue training labml's LSTM, build the layer with `recurrent_bias=False`. Otherwise each
+    of the two biases would receive the full gradient of labml's one bias. Source: Hochreiter and
+    Schmidhuber 1997; peepholes, Gers and Schmidhuber 2000; the projection, Sak et al. 2014 (arXiv
+    1402.1128); torch.nn.LSTM.
 
     """
 

@@ -1,6 +1,6 @@
 """Stacks of gated recurrences in layers and directions, the common part of RNN, LSTM and GRU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Unpack
 
 import jax
@@ -172,25 +172,68 @@ class RecurrentStack(SequenceLayer[State]):
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: torch.nn.RNN, LSTM or GRU. `scratch`: torch_ref's, with a Linear per gate."""
+        """`torch.nn`: torch.nn.RNN, LSTM or GRU. `torch.nn.cell`: torch.nn.RNNCell, LSTMCell or
+        GRUCell. `scratch`: torch_ref's, with a Linear per gate.
+        """
         names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}
         if biases in (set(), {"bias_ih", "bias_hh"}) and self.cells[0].peephole is None:
             layouts["torch.nn"] = self._torch_nn_table()
+        if not self.options_beyond_a_cell():
+            layouts["torch.nn.cell"] = self.cell_table(0)
         if self.causal and self.num_layers == 1 and 2 * len(biases) in (0, len(names)):
             layouts["scratch"] = self.scratch_table(0)
         return layouts
 
+    def options_beyond_a_cell(self) -> list[str]:
+        """The options with which the layer is not a single cell of torch.nn."""
+        cell = self.cells[0]
+        options = {
+            f"num_layers={self.num_layers}": self.num_layers > 1,
+            "bidirectional=True": not self.causal,
+            f"proj_features={self.proj_features}": self.proj_features is not None,
+            "recurrent_bias=False": cell.bias_ih is not None and cell.bias_hh is None,
+            "use_peepholes=True": cell.peephole is not None,
+        }
+        return [option for option, is_set in options.items() if is_set]
+
+    def foreign_format(self, keys: Iterable[object]) -> str | None:
+        """Describes the keys of a cell of torch.nn, if the layer is not a single such cell."""
+        names = {str(key).rpartition(".")[2] for key in keys}
+        kernels, biases = {"weight_ih", "weight_hh"}, {"bias_ih", "bias_hh"}
+        options = self.options_beyond_a_cell()
+        if not options or not kernels <= names <= kernels | biases:
+            return None
+        of_each = ", or give a table with `cell_table` of each cell" if len(self.cells) > 1 else ""
+        return (
+            f"a cell of torch.nn (it has weight_ih), but this {type(self).__name__} has "
+            f"{', '.join(options)}: build the layer without{of_each}"
+        )
+
     def _torch_nn_table(self) -> Table:
         table = []
-        for index, cell in enumerate(self.cells):
+        for index in range(len(self.cells)):
             layer, backward = divmod(index, self.num_directions)
-            suffix = f"l{layer}_reverse" if backward else f"l{layer}"
-            for name in cell.arrays():
-                kind, which = name.split("_")
-                row, key = (transposed, "weight") if kind == "kernel" else (same, "bias")
-                table.append(row(f"cells.{index}.{name}", f"{key}_{which}_{suffix}"))
+            suffix = f"_l{layer}_reverse" if backward else f"_l{layer}"
+            for row in self.cell_table(index):
+                table.append(row._replace(keys=tuple(f"{key}{suffix}" for key in row.keys)))
+        return table
+
+    def cell_table(self, index: int) -> Table:
+        """The table of one cell with the keys of torch.nn's cells: `weight_ih`, `bias_ih`, …
+
+        Cells are ordered as in the state. A loop over several cells of torch.nn, such as one for
+        each direction, is loaded by a table of several cells:
+
+            [*nested(lstm.cell_table(0), "", "forward_cell"),
+             *nested(lstm.cell_table(1), "", "backward_cell")]
+        """
+        table = []
+        for name in self.cells[index].arrays():
+            kind, which = name.split("_")
+            row, key = (transposed, "weight") if kind == "kernel" else (same, "bias")
+            table.append(row(f"cells.{index}.{name}", f"{key}_{which}"))
         return table
 
     def scratch_table(self, index: int) -> Table:

@@ -55,10 +55,11 @@ class RNN(RecurrentStack[RNNState]):
             is given for a bias that the layer lacks.
         NotImplementedError: (at the call) method is "native", which does not support the call.
 
-    Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (a single
-    tanh cell with parameters U, W and one bias b). To continue training such a cell, build the
-    layer with `recurrent_bias=False`. Otherwise each of the two biases would receive the full
-    gradient of b. Source: Elman 1990; torch.nn.RNN.
+    Layouts: `torch.nn` (torch.nn.RNN), `torch.nn.cell` (torch.nn.RNNCell, for one layer in one
+    direction), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (a single tanh cell with parameters
+    U, W and one bias b). To continue training such a cell, build the layer with
+    `recurrent_bias=False`. Otherwise each of the two biases would receive the full gradient of b.
+    Source: Elman 1990; torch.nn.RNN.
 
     """
 

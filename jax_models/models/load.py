@@ -27,6 +27,7 @@ from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined, locate_keys
 from jax_models.weights.layouts import params_of, weight_table
 from jax_models.weights.stored import cast, dtype_of, is_floating
+from jax_models.weights.wrappers import find_wrapped
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 """Maps the path and the shape of a parameter to its sharding."""
@@ -157,6 +158,10 @@ def config_of(
 
     """
     checked_mapping("state_dict", weights)
+    wrapped = find_wrapped(weights)
+    for each in wrapped:
+        if not each.is_prefix:
+            raise ValueError(f"state_dict: it has keys of {each.description}")
     # A config.json names the model. Without one, the keys identify it.
     known = architectures(kind)
     names, broken = ", ".join(each.family for each in known), broken_packages(ENTRY_POINTS)
@@ -179,6 +184,8 @@ def config_of(
         layouts = [names for each in known for names in each.layout_keys() if len(names) > 2]
         if place := locate_keys(weights, layouts):
             raise ValueError(f"state_dict: {place}")
+        if wrapped:
+            raise ValueError(f"state_dict: it has keys of {wrapped[0].description}")
         others = filter(None, (each.confused_with(keys) for each in known))
         some = ", ".join(joined(sorted(keys))[:3]) or "no keys"
         own = "; from_torch reads it into a model or layer that you build"

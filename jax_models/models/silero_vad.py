@@ -285,10 +285,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
                 for i, key in enumerate(convolutions)
                 for row in _convolution(f"convolutions.{i}", key, TAPS)
             ),
-            *(
-                row._replace(keys=tuple(key.removesuffix("_l0") for key in row.keys))
-                for row in nested(self.lstm.torch_layouts()["torch.nn"], "lstm", lstm)
-            ),
+            *nested(self.lstm.torch_layouts()["torch.nn.cell"], "lstm", lstm),
             *_convolution("head", head, taps=1),
         ]
 

@@ -12,6 +12,7 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines, locate_keys
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.tables import Layouts, Table, nested
+from jax_models.weights.wrappers import find_wrapped
 
 
 def weight_table(
@@ -36,6 +37,7 @@ def weight_table(
         layouts = {"": layout}
     elif layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
+        _refuse_foreign_format(layer, _keys_inside(place, state_dict or {}))
     else:
         raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
     if isinstance(layout, str):
@@ -107,10 +109,22 @@ def _layouts(layer: Any) -> Layouts:
     return layouts
 
 
+def _refuse_foreign_format(layer: Any, keys: Collection[str]) -> None:
+    """Refuses the keys of another model, if the layer recognizes them as easily confused ones."""
+    foreign_format = getattr(layer, "foreign_format", None)
+    if foreign_format is not None and (foreign := foreign_format(keys)):
+        raise ValueError(f"state_dict: {foreign}")
+
+
+def _keys_inside(place: str, state_dict: Mapping[str, Any]) -> set[str]:
+    """The keys of a torch module, without the path of the module in a larger one."""
+    start = join(place, "")
+    return {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
+
+
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
     """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
-    start = join(place, "")
-    keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
+    start, keys = join(place, ""), _keys_inside(place, state_dict)
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
     if known[best] & keys or not known[best]:
@@ -120,6 +134,8 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
     if found := locate_keys(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
+    if wrapped := find_wrapped(keys):
+        raise ValueError(f"state_dict: it has keys of {wrapped[0].description}")
     has = ", ".join(joined(sorted(map(str, state_dict))))
     if not keys:
         raise ValueError(f"prefix: no key starts with {start}, state_dict has {has}")

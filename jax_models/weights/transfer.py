@@ -2,6 +2,7 @@
 
 __all__ = ["from_torch", "to_torch"]
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from jax_models.weights.other_params import adopt, other_params
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import Table
+from jax_models.weights.wrappers import find_wrapped
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
@@ -77,10 +79,6 @@ def from_torch(
     place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
         state_dict = {k: v for k, v in whole.items() if str(k).startswith(f"{place}.")}
-    # A layer may recognize the keys of another model that is easily confused with its own.
-    foreign_format = getattr(layer, "foreign_format", None)
-    if foreign_format is not None and (foreign := foreign_format(state_dict)):
-        raise ValueError(f"state_dict: {foreign}")
     # Find the table, and the sharding of each parameter. If the layer's options leave open which
     # parameter it trains, the keys decide.
     name, table = weight_table(layer, layout, whole, place)
@@ -211,21 +209,37 @@ def check_entries(
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
     unexpected = [str(key) for key in state_dict if key not in known]
-    shapes = {key: tuple(getattr(state_dict.get(key), "shape", ())) for key in unexpected}
-    _raise_faults(
-        [*_missing(missing, shapes), *faults, *(("unexpected key ", k, "") for k in shapes)], what
-    )
+    wrapped = find_wrapped(unexpected)
+    of_wrappers = {key for each in wrapped for key in each.keys}
+    shapes = {
+        key: tuple(getattr(state_dict.get(key), "shape", ()))
+        for key in unexpected
+        if key not in of_wrappers
+    }
+    faults += [("unexpected key ", key, "") for key in shapes]
+    faults += [("unexpected keys of ", each.description, "") for each in wrapped]
+    _raise_faults([*_missing(missing, shapes), *faults], what)
 
 
 def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[Fault]:
-    """Describes the missing keys, and suggests an unexpected key if only one has the same shape."""
+    """Describes the missing keys, and suggests an unexpected key if only one has the same shape.
+
+    A key whose name says that it is something else, such as a bias for a weight, is not suggested.
+    """
     faults = []
     for key, shape in missing.items():
-        others = [other for other, its in unexpected.items() if its == shape]
+        same_shape = [other for other, its in unexpected.items() if its == shape]
+        others = [other for other in same_shape if len({_kind(key), _kind(other)} - {None}) < 2]
         alone = len(others) == 1 and [*missing.values()].count(shape) == 1
         hint = f": the unexpected {others[0]} has it" if alone else ""
         faults.append(("missing key ", key, f", shape {shape}{hint}"))
     return faults
+
+
+def _kind(key: str) -> str | None:
+    """What a key is called in torch: its last word without numbers, if it is a usual one."""
+    usual = re.search(r"(weight|bias|running_mean|running_var)[^.]*$", key)
+    return usual and usual[1]
 
 
 def _check(value: Any, like: np.ndarray) -> None:

@@ -13,7 +13,7 @@ from published import RWKV, build
 
 import torch_ref
 from jax_models import GRU, LSTM, RNN, from_torch, to_torch
-from jax_models.weights import Weight, same, transposed
+from jax_models.weights import Weight, nested, same, transposed
 from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -161,6 +161,48 @@ def test_weights_in_another_place_are_found(prefix, given, entry):
     place = f'state_dict["{entry}"] and prefix="{prefix}"' if entry else f'prefix="{prefix}"'
     assert str(error.value).endswith(f": give {place}")
     assert to_torch(from_torch(lstm(), found, prefix=prefix)).keys() == weights.keys()
+
+
+CELLS = {"LSTMCell": LSTM, "GRUCell": GRU, "RNNCell": RNN}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_of_torch_nn_is_found_by_its_keys_and_written_back(name, bias):
+    cell = getattr(torch.nn, name)(5, 6, bias=bias)
+    weights = {f"decoder.cell.{key}": value for key, value in cell.state_dict().items()}
+    layer = CELLS[name](5, 6, use_bias=bias, rngs=nnx.Rngs(0))
+    layer = from_torch(layer, weights | {"head.weight": torch.ones(2, 6)}, prefix="decoder.cell")
+    back = to_torch(layer, "torch.nn.cell", prefix="decoder.cell")
+    assert back.keys() == weights.keys()
+    jax.tree.map(np.testing.assert_array_equal, back, weights)
+
+
+def test_two_cells_are_the_directions_of_one_layer():
+    cells = torch.nn.ModuleDict({name: torch.nn.GRUCell(5, 6) for name in ("there", "back")})
+    layer = GRU(5, 6, bidirectional=True, rngs=nnx.Rngs(0))
+    table = [*nested(layer.cell_table(0), "", "there"), *nested(layer.cell_table(1), "", "back")]
+    layer = from_torch(layer, cells.state_dict(), table)
+    in_layer = to_torch(layer)
+    for name, array in cells["back"].state_dict().items():
+        np.testing.assert_array_equal(in_layer[f"{name}_l0_reverse"], array)
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "found"),
+    [
+        (LSTM, {"num_layers": 2, "bidirectional": True}, "num_layers=2, bidirectional=True"),
+        (LSTM, {"proj_features": 3}, "proj_features=3"),
+        (LSTM, {"use_peepholes": True}, "use_peepholes=True"),
+        (RNN, {"recurrent_bias": False}, "recurrent_bias=False"),
+        (GRU, {"reset_after": False}, "reset_after=False"),
+    ],
+)
+def test_a_layer_that_is_no_cell_refuses_one(layer, options, found):
+    weights = getattr(torch.nn, f"{layer.__name__}Cell")(5, 6).state_dict()
+    message = rf"^state_dict: a cell of torch.nn \(.*\), but this {layer.__name__} has {found}: .*$"
+    with pytest.raises(ValueError, match=message):
+        from_torch(layer(5, 6, **options, rngs=nnx.Rngs(0)), weights)
 
 
 def under(*prefixes: str, features: int = 5) -> dict:

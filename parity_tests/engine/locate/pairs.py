@@ -5,12 +5,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from parity_tests.engine.locate.steps import calls_of_steps
 from parity_tests.engine.locate.values import difference
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.trace import Call
 
 Pairs = dict[Call, list[Call]]
-"""JAX's calls for each torch call: several if, for example, JAX calls a module at each step."""
+"""JAX's calls for each torch call: several if, for example, JAX calls a module at each step. If
+torch does so and JAX calls its module once, each torch call has its step of that call."""
 
 
 def pair_calls(
@@ -44,7 +46,7 @@ class _Pairing:
         """The torch call of each paired JAX call."""
 
     def pair(self, reference: list[Call], jax_calls: list[Call]) -> None:
-        """Pair the calls in order if both sides have equally many, or pair one with all of JAX's.
+        """Pair the calls in order if both sides have equally many, or one with all of the others.
 
         If JAX has more calls, those whose sizes do not fit are ignored if that makes the numbers
         equal.
@@ -56,6 +58,8 @@ class _Pairing:
             self.pairs |= {r: [c] for r, c in zip(reference, same_size, strict=True)}
         elif len(reference) == 1 and jax_calls:
             self.pairs[reference[0]] = jax_calls
+        elif len(jax_calls) == 1 and (steps := calls_of_steps(jax_calls[0], reference)):
+            self.pairs |= {r: [step] for r, step in zip(reference, steps, strict=True)}
         else:
             return
         self.torch_calls |= dict.fromkeys(jax_calls, reference[0])

@@ -19,6 +19,7 @@ from jax_models.weights.layouts import params_of
 from jax_models.weights.rows import join
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
+from jax_models.weights.wrappers import find_wrapped
 from parity_tests.engine.candidates.torch_run import weight_owners
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.frameworks import nnx_modules
@@ -108,6 +109,9 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     covered = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
     arrays = {name: array for part in jax_side for name, array in part.arrays.items()}
     weights = {key: twin.state_dict()[key] for key in weight_owners(twin)}
+    for each in (each for each in find_wrapped(weights) if not each.is_prefix):
+        lines.append(f"# keys of {each.description}")
+        covered |= {*each.keys}
     lines += [
         f"# the {kind} {name}, shape {tuple(array.shape)}, has no row"
         for kind, named in (("parameter", arrays), ("key", weights))
@@ -129,11 +133,13 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
     """The modules that hold weights themselves.
 
     Attention, and a module with exactly the keys of one of the tables, is one part together with
-    its submodules.
+    its submodules. Weights that a wrapper such as weight norm stores as something else belong to no
+    part.
     """
     used = [[row for row in table if row.params] for table in tables]
     owners = weight_owners(twin)
-    weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
+    wrapped = {key for each in find_wrapped(owners) if not each.is_prefix for key in each.keys}
+    weights = {k: as_numpy(twin.state_dict()[k].double()) for k in owners if k not in wrapped}
     parts: list[Part] = []
     for name, module in twin.named_modules(remove_duplicate=False):
         start = join(name, "")
