@@ -217,8 +217,9 @@ def _departure(
         excused = [e.bound for e in named if e.passed and e.jax > FLOAT64]
         bound = max(error.bound, *excused, 0.0)
 
-    # If the outputs already differ, the gradients need not be searched.
-    is_forward = group in GROUPS[:2]
+    # If the outputs already differ, the gradients need not be searched. If nothing could be
+    # measured, as when the two sides return different structures, there are none.
+    is_forward = group in GROUPS[:2] or not report.tensors
     trace = reference.trace(dtype, is_forward=is_forward)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)

@@ -218,8 +218,20 @@ def test_a_function_and_a_loader(library):
     assert (compared, noted) == (library == "jax", library != "jax")
 
 
+SAME = "return the same structure from both, by `call` and `call_twin`"
 FAULTS = {
-    "outputs: torch returns ['y'], JAX ['y[0]', 'y[1]']": (lambda x: x, lambda x: [x, x]),
+    f"results: torch returns y and JAX returns (y[0], y[1]): {SAME}": (
+        lambda x: x,
+        lambda x: [x, x],
+    ),
+    f"results: torch returns y and JAX returns (y, state): {SAME}": (
+        lambda x: x,
+        lambda x: (x.astype(jnp.bfloat16), x),
+    ),
+    f"results: torch returns (y, state) and JAX returns y: {SAME}": (
+        lambda x: (x, x),
+        lambda x: x,
+    ),
     "outputs, y: shape (2, 3) in torch, (3, 2) in JAX": (lambda x: x, lambda x: x.T),
     "outputs: all of them are empty, there is nothing to compare": (
         lambda x: x[:0],

@@ -129,6 +129,11 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
     reference, pairs = evidence.reference, evidence.pairs
     visits: list[Visit] = []
     verdict, culprit = "none, all that was compared agrees", None
+    results, jax_results = (t.root.slots["outputs"] for t in (evidence.trace, evidence.jax_trace))
+    if results.keys() != jax_results.keys():
+        visits = [_visit(evidence, call, False) for call in _calls_to_report(evidence)]
+        verdict = "the module itself, by the structure of its results"
+        return Location(reference.dtype, tuple(visits), "", verdict)
     for call in _calls_to_report(evidence):
         (jax_inputs, torch_inputs), (jax_outputs, torch_outputs) = (
             ({*pairs[call][0].dtypes[slot].values()}, reference.dtypes(call, slot))
