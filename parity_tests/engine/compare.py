@@ -68,6 +68,7 @@ def compare(
     logits: str | bool = False,
     kwargs: Mapping[str, Any] | None = None,
     edge_inputs: bool = False,
+    arrays: bool = False,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -117,6 +118,10 @@ def compare(
         kwargs: further inputs, which both sides receive as keyword arguments.
         edge_inputs: whether to compare, in float64, also on exact zeros, ties and extreme values,
             and with masks that hide everything or nothing.
+        arrays: whether `report.tensors` also holds the arrays of both sides, for you to look at, as
+            `report.tensors["float64"]["outputs"]["y"].torch_array` and `.jax_array`. By default it
+            holds only their errors, so that a report needs little memory. A record has torch's
+            arrays in float64 only.
 
     Raises:
         ValueError: the weights do not fit the model (the error lists all faults), or the model
@@ -128,6 +133,7 @@ def compare(
     platform = checked_platform(platform)
     checked_choice("precision", precision, PRECISIONS)
     checked_bool("edge_inputs", edge_inputs)
+    checked_bool("arrays", arrays)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
@@ -155,7 +161,13 @@ def compare(
         jax_side = JaxSide(problem, platform, precision=precision)
         try:
             report = measure(
-                problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
+                problem,
+                reference,
+                problem.dtypes,
+                platform,
+                jax_side=jax_side,
+                keep_arrays=arrays,
+                say=say,
             )
         except Exception as error:
             _add_notes(error, problem, reference, locate=bool(locate))

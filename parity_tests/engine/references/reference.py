@@ -158,10 +158,14 @@ class Reference(abc.ABC):
         """A cached function that gives the errors of the reference's own run in a dtype."""
         return functools.cache(self._own_run)
 
+    def results_in(self, dtype: str) -> Results:
+        """The results of the reference's own run in a dtype."""
+        return self.oracle if dtype == "float64" else self._results(Run(dtype))
+
     def _own_run(self, dtype: str) -> RunErrors:
         side, oracle = self.sides[0], self.oracle
         self._say(f"{side} in {dtype}")
-        results = oracle if dtype == "float64" else self._results(Run(dtype))
+        results = self.results_in(dtype)
         error = None
         if self.problem.logits:
             group, name = logits_array(self.problem.logits, oracle)
