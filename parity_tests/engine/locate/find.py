@@ -72,10 +72,11 @@ def find_departure(
     jax_trace = watch_jax(problem, reference, search.see, is_forward=is_forward)
     search.finish()
 
-    # Pair the calls of both sides.
+    # Pair the calls of both sides, without those that JAX only traces, as to learn their shapes.
     find_held_weights(problem, jax_trace, reference.owners)
     min_bound = max(bound, floor(jnp.dtype(reference.dtype)))
-    pairs = pair_calls(reference.trace.calls, jax_trace.calls, names, min_bound)
+    computed = [c for c in jax_trace.calls if c.slots["inputs"] or c.slots["outputs"]]
+    pairs = pair_calls(reference.trace.calls, computed, names, min_bound)
     pairs[root] = [jax_trace.root]
 
     # Apply the rule to the forward pass and, if all its results agree, to the backward pass. Start
