@@ -42,6 +42,7 @@ from parity_tests.engine.results import GROUPS
 from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.verdict.measure import measure
 from parity_tests.engine.verdict.report import Report
+from parity_tests.engine.verdict.transposed import faults_of_transposed_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -182,8 +183,10 @@ def compare(
             faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
         # If the height, width and channels of an image are equal, the wrong order of axes raises no
-        # error, so check whether the results agree in the other order.
-        faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
+        # error, so check whether the results agree in the other order. The same is true of a square
+        # kernel that was loaded without transposing it.
+        for faults_of in (faults_of_axes, faults_of_transposed_kernels):
+            faults = [*faults, *faults_of(problem, reference, report, jax_side)]
 
         # If the pair fails, make sure that a model without `weights` has the reference's weights.
         # Then find the first submodule whose own code departs.

@@ -189,13 +189,14 @@ def counterpart_arrays(
             for label, arrays in several.items()
             if len(arrays) == len(calls) and len({array.shape for array in arrays}) == 1
         }
-    for label, array in expected.items() if bound is not None else ():
-        for each, actual in unused.items():
-            found = difference(actual, array, bound)
-            if found is not None and found.error <= bound:
-                yield label, unused.pop(each)
-                del missing[label]
-                break
+    if bound is not None:
+        for label, array in expected.items():
+            for each, actual in unused.items():
+                found = difference(actual, array, bound)
+                if found is not None and found.error <= bound:
+                    yield label, unused.pop(each)
+                    del missing[label]
+                    break
     for key in (
         lambda label, array: (label, array.shape),
         lambda label, array: array.shape,

@@ -18,6 +18,7 @@ from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
 from parity_tests.engine.problem import (
     DTYPES,
+    Arrays,
     Problem,
     call_model,
     check_functions,
@@ -148,6 +149,13 @@ class Reference(abc.ABC):
     def _results(self, run: Run) -> Results:
         """The results of a run."""
         raise NotImplementedError(f"{self.name} cannot run again")
+
+    def forward_with(self, weights: Arrays) -> Results:
+        """The float64 results of the forward pass if other weights replace some of its own.
+
+        Empty if the reference cannot run again, as a record cannot.
+        """
+        return Results()
 
     def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         """The calls of a run; with `is_forward`, those of the forward pass."""
