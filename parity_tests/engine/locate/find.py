@@ -14,6 +14,7 @@ from flax import nnx
 from parity_tests.engine.bounds.tolerance import floor
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, wanted_values
+from parity_tests.engine.locate.gates import gates_that_depart
 from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.locate.pairs import pair_calls
 from parity_tests.engine.locate.rule import Culprit, Rule
@@ -86,7 +87,7 @@ def find_departure(
         if not {*evidence.states[root, direction.outgoing].values()} <= {MATCHED}:
             outermost = [call for call in reference.trace.calls if call.parent is root]
             frame = outermost[0] if [call.name for call in outermost] == [""] else root
-            return departure(evidence, Rule(problem, evidence).culprit(frame))
+            return departure(problem, evidence, Rule(problem, evidence).culprit(frame))
     evidence = Evidence(reference, jax_trace, pairs, wanted, min_bound, FORWARD)
     return nothing_departs(evidence, is_forward=is_forward)
 
@@ -102,7 +103,7 @@ def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None
     return None
 
 
-def departure(evidence: Evidence, culprit: Culprit) -> Location:
+def departure(problem: Problem, evidence: Evidence, culprit: Culprit) -> Location:
     """The report of the first departure."""
     # List the compared calls up to the culprit, except those inside a call that is right.
     direction, trace = evidence.direction, evidence.trace
@@ -119,6 +120,7 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
         verdict = f"not known, {direction.name}, in {_title(trace, culprit.call)}"
     else:
         remarks, name = [*_hyperparameters(evidence, culprit.call)], culprit.call.name
+        remarks += gates_that_depart(problem, evidence, culprit.call)
         verdict = f"{_title(trace, culprit.call)}, {direction.name}"
     for word, call in (("after", culprit.after), ("before", culprit.before)):
         verdict += f", {word} {_title(trace, call)}" if call is not None else ""
