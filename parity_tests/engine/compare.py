@@ -42,6 +42,7 @@ from parity_tests.engine.results import GROUPS
 from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.verdict.measure import measure, notes_on_arguments
 from parity_tests.engine.verdict.report import Report
+from parity_tests.engine.verdict.transposed import faults_of_transposed_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ def compare(
     logits: str | bool = False,
     kwargs: Mapping[str, Any] | None = None,
     edge_inputs: bool = False,
+    arrays: bool = False,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -117,6 +119,10 @@ def compare(
         kwargs: further inputs, which both sides receive as keyword arguments.
         edge_inputs: whether to compare, in float64, also on exact zeros, ties and extreme values,
             and with masks that hide everything or nothing.
+        arrays: whether `report.tensors` also holds the arrays of both sides, for you to look at, as
+            `report.tensors["float64"]["outputs"]["y"].torch_array` and `.jax_array`. By default it
+            holds only their errors, so that a report needs little memory. A record has torch's
+            arrays in float64 only.
 
     Raises:
         ValueError: the weights do not fit the model (the error lists all faults), or the model
@@ -128,6 +134,7 @@ def compare(
     platform = checked_platform(platform)
     checked_choice("precision", precision, PRECISIONS)
     checked_bool("edge_inputs", edge_inputs)
+    checked_bool("arrays", arrays)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
@@ -155,7 +162,13 @@ def compare(
         jax_side = JaxSide(problem, platform, precision=precision)
         try:
             report = measure(
-                problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
+                problem,
+                reference,
+                problem.dtypes,
+                platform,
+                jax_side=jax_side,
+                keep_arrays=arrays,
+                say=say,
             )
         except Exception as error:
             _add_notes(error, problem, reference, locate=bool(locate))
@@ -170,8 +183,10 @@ def compare(
             faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
         # If the height, width and channels of an image are equal, the wrong order of axes raises no
-        # error, so check whether the results agree in the other order.
-        faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
+        # error, so check whether the results agree in the other order. The same is true of a square
+        # kernel that was loaded without transposing it.
+        for faults_of in (faults_of_axes, faults_of_transposed_kernels):
+            faults = [*faults, *faults_of(problem, reference, report, jax_side)]
 
         # A function of JAX may have another default than torch's function of the same name.
         notes = [*notes, *notes_on_arguments(problem, reference, report, jax_side)]
@@ -220,8 +235,9 @@ def _departure(
         excused = [e.bound for e in named if e.passed and e.jax > FLOAT64]
         bound = max(error.bound, *excused, 0.0)
 
-    # If the outputs already differ, the gradients need not be searched.
-    is_forward = group in GROUPS[:2]
+    # If the outputs already differ, the gradients need not be searched. If nothing could be
+    # measured, as when the two sides return different structures, there are none.
+    is_forward = group in GROUPS[:2] or not report.tensors
     trace = reference.trace(dtype, is_forward=is_forward)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)

@@ -83,6 +83,12 @@ def all_in_dtype(arrays: Mapping[str, np.ndarray], dtype: str) -> Arrays:
     return {key: in_dtype(array, dtype) for key, array in arrays.items()}
 
 
+def in_one_line(error: BaseException) -> str:
+    """The type of an exception, and the first line of its message if it has one."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def is_inexact(leaf: Any) -> bool:
     """True for an array of real or complex numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

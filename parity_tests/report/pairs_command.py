@@ -13,6 +13,7 @@ from typing import Any, Literal
 import tyro
 
 from parity_tests.engine.compare import Pair
+from parity_tests.engine.problem import in_one_line
 from parity_tests.engine.verdict.report import Report
 from parity_tests.report.files import Files, progress
 from parity_tests.report.save import record_of
@@ -69,8 +70,7 @@ def load(file: Path) -> ModuleType:
 
 def describe_error(error: BaseException, file: Path) -> str:
     """An exception in one line: its type, its message and, if known, its line in the file."""
-    lines = str(error).strip().splitlines()
-    message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    message = in_one_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     numbers = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
     if isinstance(error, SyntaxError):

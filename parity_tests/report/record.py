@@ -142,8 +142,13 @@ class Record:
     @property
     def faulty(self) -> set[str]:
         """The cases that have a fault."""
+        return {case for case, _ in self.faulty_places}
+
+    @property
+    def faulty_places(self) -> set[tuple[str, str]]:
+        """The case and the platform of each fault."""
         return {
-            case
+            (case, platform)
             for case, platform in itertools.product(self.cases, self.platforms)
             if any(fault.startswith(f"{case}, {platform}: ") for fault in self.faults)
         }

@@ -31,7 +31,7 @@ def print_record(record: Record, console: Console) -> None:
     for fault in record.faults:
         console.print(f"[red]FAIL[/] {escape(fault)}")
     for m in record.missed:
-        console.print(f"[red]FAIL[/] {m.case}: {m.name}: not caught by {m.check or 'the twin'}")
+        console.print(f"[red]MISSED[/] {m.case}: {m.name}: not caught by {m.check or 'the twin'}")
     if total := len(record.mutations):
         console.print(f"planted faults: {total - len(record.missed)} of {total} caught")
     for case, text in record.locations.items():
@@ -47,13 +47,14 @@ def print_record(record: Record, console: Console) -> None:
 def error_table(record: Record, width: int) -> Table:
     """A table with a row for each case, platform and dtype.
 
-    A row has two lines if the width is below 150 columns.
+    A fault fails all rows of its case and platform, whatever their numbers. A row has two lines if
+    the width is below 150 columns.
     """
     rows: dict[tuple[str, str, str], dict[str, Error]] = {}
     for m in record.measurements:
         rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
-    measured = {case for case, _, _ in rows}
-    rows |= {(case, "", ""): {} for case in record.cases if case in record.faulty - measured}
+    faulty, measured = record.faulty_places, {row[:2] for row in rows}
+    rows |= {(*place, ""): {} for place in sorted(faulty - measured)}
     result = Table(
         title="errors against the float64 torch twin: torch, JAX, ratio",
         caption=f"float64: JAX ≤ {FLOAT64:.0e}; else JAX ≤ {K:.0f} × torch or "
@@ -65,7 +66,9 @@ def error_table(record: Record, width: int) -> Table:
     separator = " " if width >= 150 else "\n           "
     for (case, platform, dtype), groups in rows.items():
         cells = [error_cell(groups.get(group), separator) for group in GROUPS]
-        result.add_row(escape(case), platform, dtype, *cells, row_verdict(groups.values()))
+        verdict = "FAIL" if (case, platform) in faulty else row_verdict(groups.values())
+        color = "green" if verdict == "pass" else "red"
+        result.add_row(escape(case), platform, dtype, *cells, f"[{color}]{verdict}")
     return result
 
 
@@ -79,10 +82,9 @@ def error_cell(error: Error | None, separator: str) -> str:
 
 
 def row_verdict(errors: Iterable[Error]) -> str:
-    """The worst verdict of a row. A row without errors failed before anything was measured."""
+    """The worst verdict of a row's numbers."""
     verdicts = {e.verdict for e in errors}
-    worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")
-    return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
+    return next(v for v in ("FAIL", "undetermined", "pass") if v in verdicts)
 
 
 def precision_table(errors: Iterable[PrecisionError]) -> Table:

@@ -1,5 +1,7 @@
 """`compare` on pairs of models that are not in this project."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from flax import linen, nnx
 
 from jax_models import LSTM
 from jax_models.weights import Weight, linear, same, transposed
-from parity_tests import Report, assert_parity, compare
+from parity_tests import Report, assert_parity, compare, record
+from parity_tests.engine.bounds.tolerance import rms
 
 
 class TorchCNN(torch.nn.Module):
@@ -94,6 +97,29 @@ def test_each_tensor_has_its_error():
     _, *rows = report.table(3).splitlines()
     assert len(rows) == 3
     assert float(rows[0].split()[-2]) >= float(rows[1].split()[-2]) > 1e3
+
+
+@pytest.mark.parametrize("reference", ["a module", "a record"])
+def test_arrays_of_both_sides_are_kept_on_request(reference, tmp_path):
+    module, inputs = twin(TorchCNN), [images()]
+    if reference == "a record":
+        record(module, *inputs, path=tmp_path / "cnn.safetensors")
+        module, inputs = tmp_path / "cnn.safetensors", []
+    compared = partial(compare, module, CNN(nnx.Rngs(0)), *inputs, weights=CNN_WEIGHTS)
+    report, plain = compared(arrays=True), compared()
+    assert report.tensors == plain.tensors
+    for dtype, groups in report.tensors.items():
+        for group, named in groups.items():
+            for name, error in named.items():
+                exact = report.tensors["float64"][group][name].torch_array
+                difference = rms(error.jax_array.astype(np.float64) - exact) / rms(exact)
+                assert error.jax == pytest.approx(difference)
+                assert error.jax_array.dtype == dtype
+                is_known = reference == "a module" or dtype == "float64"
+                assert (error.torch_array is not None) == is_known
+                assert not is_known or error.torch_array.dtype == dtype
+                held = plain.tensors[dtype][group][name]
+                assert held.torch_array is held.jax_array is None
 
 
 def test_channels_that_are_elsewhere_are_named():
@@ -218,8 +244,20 @@ def test_a_function_and_a_loader(library):
     assert (compared, noted) == (library == "jax", library != "jax")
 
 
+SAME = "return the same structure from both, by `call` and `call_twin`"
 FAULTS = {
-    "outputs: torch returns ['y'], JAX ['y[0]', 'y[1]']": (lambda x: x, lambda x: [x, x]),
+    f"results: torch returns y and JAX returns (y[0], y[1]): {SAME}": (
+        lambda x: x,
+        lambda x: [x, x],
+    ),
+    f"results: torch returns y and JAX returns (y, state): {SAME}": (
+        lambda x: x,
+        lambda x: (x.astype(jnp.bfloat16), x),
+    ),
+    f"results: torch returns (y, state) and JAX returns y: {SAME}": (
+        lambda x: (x, x),
+        lambda x: x,
+    ),
     "outputs, y: shape (2, 3) in torch, (3, 2) in JAX": (lambda x: x, lambda x: x.T),
     "outputs: all of them are empty, there is nothing to compare": (
         lambda x: x[:0],

@@ -129,3 +129,17 @@ def test_tokens_of_a_dtype_that_has_not_all_rows():
     largest, smallest = (edge.problem.inputs[0] for edge in edges(problem))  # no masks
     assert (largest == 255).all()
     assert (smallest == 0).all()
+
+
+class Positive(nn.Module):
+    def forward(self, x):
+        if not x.any():
+            raise RuntimeError("expected a number other than zero\nin the input")
+        return 2 * x
+
+
+def test_a_note_has_the_message_of_a_side_that_refuses_an_edge():
+    report = compare(Positive(), lambda x: 2 * x, SQUARE, edge_inputs=True)
+    message = "not compared, RuntimeError: expected a number other than zero"
+    assert f"edge inputs, zeros: {message}" in report.notes
+    assert report.passed

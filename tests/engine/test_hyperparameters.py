@@ -35,6 +35,12 @@ def conv(**options):
     return nnx.Conv(2, 3, KERNEL, rngs=RNGS, **options)
 
 
+def power(p):
+    layer = torch.nn.Identity().eval()
+    layer.p = p
+    return layer
+
+
 PAIRS = {
     "eps": (torch.nn.LayerNorm(3), nnx.LayerNorm(3, rngs=RNGS), ["eps 1e-05 | epsilon 1e-06"]),
     "no eps": (torch.nn.RMSNorm(3), nnx.RMSNorm(3, rngs=RNGS), ["eps None | epsilon 1e-06"]),
@@ -48,6 +54,23 @@ PAIRS = {
         nnx.BatchNorm(3, rngs=RNGS),
         ["momentum 0.1 | 1 - momentum 0.01"],
     ),
+    "momentum in evaluation": (
+        torch.nn.BatchNorm1d(3, eps=1e-3).eval(),
+        linen.BatchNorm(),
+        ["eps 0.001 | epsilon 1e-05"],
+    ),
+    "momentum in evaluation in JAX": (
+        torch.nn.BatchNorm1d(3),
+        nnx.BatchNorm(3, use_running_average=True, rngs=RNGS),
+        [],
+    ),
+    "rate in evaluation": (torch.nn.Dropout(0.5).eval(), nnx.Dropout(0.1), []),
+    "dropout in evaluation": (
+        torch.nn.MultiheadAttention(4, 2, dropout=0.5).eval(),
+        nnx.MultiHeadAttention(4, 4, dropout_rate=0.1, rngs=RNGS),
+        ["num_heads 2 | num_heads 4", "head_dim 2 | head_dim 1"],
+    ),
+    "p of another layer in evaluation": (power(2.0), power(3.0), ["p 2.0 | p 3.0"]),
     "the same momentum": (torch.nn.BatchNorm1d(3), linen.BatchNorm(momentum=0.9), []),
     "no bias": (torch.nn.Linear(2, 3, bias=False), linen.Dense(3), ["bias False | use_bias True"]),
     "rate": (torch.nn.Dropout(0.5), nnx.Dropout(0.1), ["p 0.5 | rate 0.1"]),

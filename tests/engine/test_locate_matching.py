@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from faulty_pairs import INDICES, X, located
-from flax import nnx
+from flax import linen, nnx
 
 from jax_models.weights.rows import Weight
 from jax_models.weights.tables import linear
@@ -186,6 +186,110 @@ def test_one_projection_that_is_three_here(fault, culprit, direction):
     assert location.culprit == culprit, f"\n{location}"
     assert direction in location.verdict
     assert ("qkv", "q") in [(visit.torch_name, visit.jax_name) for visit in location.visits]
+
+
+class TorchCell(torch.nn.Module):
+    """Keeps a part of its state, which is as large as its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.new = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x, h):
+        z = torch.sigmoid(self.gate(torch.cat([x, h], -1)))
+        return (1 - z) * torch.tanh(self.new(torch.cat([x, h], -1))) + z * h
+
+
+class TorchSteps(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = TorchCell()
+
+    def forward(self, x):
+        h, states = torch.zeros_like(x[:, 0]), []
+        for x_t in x.unbind(1):
+            h = self.cell(x_t, h)
+            states.append(h)
+        return torch.stack(states, 1)
+
+
+class Cell(nnx.Module):
+    """Takes its state first, and doubles the new part of it."""
+
+    def __init__(self):
+        self.gate, self.new = (nnx.Linear(8, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+
+    def __call__(self, h, x):
+        z = jax.nn.sigmoid(self.gate(jnp.concatenate([x, h], -1)))
+        h = (1 - z) * 2 * jnp.tanh(self.new(jnp.concatenate([x, h], -1))) + z * h
+        return h, h
+
+
+class Steps(nnx.Module):
+    def __init__(self):
+        self.cell = Cell()
+
+    def __call__(self, x):
+        _, states = jax.lax.scan(self.cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
+        return states.swapaxes(0, 1)
+
+
+class LinenGRU(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.RNN(linen.GRUCell(4, name="cell"))(x)
+
+
+def load_linen_gru(weights):
+    """The weights without the bias of the recurrent part of the candidate."""
+    kernels, recurrent, bias, other = (
+        np.split(weights[key], 3)
+        for key in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    )
+    cell = {
+        f"i{gate}": {"kernel": kernels[i].T, "bias": bias[i] + other[i]}
+        for i, gate in enumerate("rzn")
+    }
+    cell |= {f"h{gate}": {"kernel": recurrent[i].T} for i, gate in enumerate("rzn")}
+    cell["in"]["bias"], cell["hn"]["bias"] = bias[2], 0 * other[2]
+    return {"cell": cell}
+
+
+def steps_of_a_cell():
+    table = [*linear("cell.gate", "cell.gate"), *linear("cell.new", "cell.new")]
+    return (TorchSteps(), Steps(), X3), {"weights": table}
+
+
+def steps_of_linen():
+    call_twin = lambda twin, x: twin(x)[0]  # noqa: E731
+    gru = torch.nn.GRU(4, 4, batch_first=True)
+    return (gru, LinenGRU(), X3), {"weights": load_linen_gru, "call_twin": call_twin}
+
+
+def one_step():
+    table, call = [*linear("gate", "gate"), *linear("new", "new")], lambda cell, x, h: cell(h, x)[0]
+    return (TorchCell(), Cell(), *X3[:, :2].swapaxes(0, 1)), {"weights": table, "call": call}
+
+
+X3 = np.random.default_rng(1).standard_normal((3, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("pair", "verdict"),
+    [
+        (steps_of_a_cell, "cell in call 1 of 5, forward, after cell.new in call 1 of 5"),
+        (steps_of_linen, "the module itself, forward"),
+        (one_step, "the module itself, forward, after new"),
+    ],
+)
+def test_a_cell_takes_its_state_and_its_input_in_any_order(pair, verdict):
+    """The input and the state have the same shape, so only their numbers tell which is which."""
+    torch.manual_seed(0)
+    arguments, options = pair()
+    location = compare(*arguments, **options, locate=True).location
+    assert location.verdict == verdict, f"\n{location}"
+    errors = location.visits[-1].input_error, location.visits[-1].output_error
+    assert errors[0] < 1e-12 < errors[1], f"\n{location}"
 
 
 @pytest.mark.parametrize(

@@ -249,5 +249,7 @@ def test_a_report_counts_failures_and_planted_faults(monkeypatch, tmp_path, caps
     monkeypatch.setattr(command, "is_caught", lambda mutation: mutation.check is None)
     assert main(["--case", "CausalConv1D, kernel 4", "--mutations"]) == 1
     output = capsys.readouterr().out
-    assert "FAIL CausalConv1D, kernel 4: lengths forgotten: not caught by padding has no" in output
+    assert (
+        "MISSED CausalConv1D, kernel 4: lengths forgotten: not caught by padding has no" in output
+    )
     assert "planted faults: 1 of 3 caught" in output

@@ -172,9 +172,10 @@ RECORD = dataclasses.replace(
         measurement(1e-7),
         measurement(0.05, case="GRU"),
         measurement(math.nan, "bfloat16", case=BROKEN),
+        measurement(1e-7, case="Hawk"),
     ),
-    faults=("HyenaBlock, cpu: outputs: all of them are empty",),
-    cases={"LSTM": "lstm", "GRU": "gru", BROKEN: "broken", "HyenaBlock": "hyena"},
+    faults=("HyenaBlock, cpu: outputs: all of them are empty", "Hawk, cpu: edge inputs: differ"),
+    cases={"LSTM": "lstm", "GRU": "gru", BROKEN: "broken", "HyenaBlock": "hyena", "Hawk": "hawk"},
     tensors=(measurement(1e-7), measurement(3e-7, tensor="[1].y")),
     notes=(f"{BROKEN}: gradients are not compared",),
     locations={"GRU": "a table\nfirst to depart: norm"},
@@ -186,7 +187,7 @@ def test_a_page_shows_every_pair_and_asks_for_nothing():
     assert not re.search(r"@import|url\(|<script|<link|<img|src=|href=", html)
     assert "<b>" not in html
     text = unescape(re.sub(r"<[^>]*>", "", html))
-    assert "1 pair agrees; 3 fail" in text
+    assert "1 pair agrees; 4 fail" in text
     rows = [re.split(r"\s*│\s*", line) for line in text.splitlines() if "│" in line]
     shown = {(row[1], row[3], row[-2]) for row in rows}
     assert {
@@ -194,6 +195,7 @@ def test_a_page_shows_every_pair_and_asks_for_nothing():
         ("GRU", "float32", "FAIL"),
         (BROKEN, "bfloat16", "FAIL"),
         ("HyenaBlock", "", "FAIL"),
+        ("Hawk", "float32", "FAIL"),  # its numbers agree, but the pair has a fault
     } <= shown
     tensors = [row[-2] for row in rows if row[1] == "LSTM" and row[4] == "outputs"]
     assert tensors == ["[1].y", "y"], "those that take most of their bounds come first"

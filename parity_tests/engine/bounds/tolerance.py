@@ -108,6 +108,10 @@ class Error:
     unstable: bool
     tensor: str
     """The tensor's name. For a group, the tensor with the largest error relative to its bound."""
+    torch_array: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The tensor on the torch side, if `compare` was called with `arrays=True`."""
+    jax_array: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The tensor on the JAX side, likewise."""
 
     @property
     def ratio(self) -> float | None:

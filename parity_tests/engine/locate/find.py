@@ -14,6 +14,7 @@ from flax import nnx
 from parity_tests.engine.bounds.tolerance import floor
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, wanted_values
+from parity_tests.engine.locate.gates import gates_that_depart
 from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.locate.pairs import pair_calls
 from parity_tests.engine.locate.rule import Culprit, Rule
@@ -72,10 +73,11 @@ def find_departure(
     jax_trace = watch_jax(problem, reference, search.see, is_forward=is_forward)
     search.finish()
 
-    # Pair the calls of both sides.
+    # Pair the calls of both sides, without those that JAX only traces, as to learn their shapes.
     find_held_weights(problem, jax_trace, reference.owners)
     min_bound = max(bound, floor(jnp.dtype(reference.dtype)))
-    pairs = pair_calls(reference.trace.calls, jax_trace.calls, names, min_bound)
+    computed = [c for c in jax_trace.calls if c.slots["inputs"] or c.slots["outputs"]]
+    pairs = pair_calls(reference.trace.calls, computed, names, min_bound)
     pairs[root] = [jax_trace.root]
 
     # Apply the rule to the forward pass and, if all its results agree, to the backward pass. Start
@@ -85,7 +87,7 @@ def find_departure(
         if not {*evidence.states[root, direction.outgoing].values()} <= {MATCHED}:
             outermost = [call for call in reference.trace.calls if call.parent is root]
             frame = outermost[0] if [call.name for call in outermost] == [""] else root
-            return departure(evidence, Rule(problem, evidence).culprit(frame))
+            return departure(problem, evidence, Rule(problem, evidence).culprit(frame))
     evidence = Evidence(reference, jax_trace, pairs, wanted, min_bound, FORWARD)
     return nothing_departs(evidence, is_forward=is_forward)
 
@@ -101,7 +103,7 @@ def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None
     return None
 
 
-def departure(evidence: Evidence, culprit: Culprit) -> Location:
+def departure(problem: Problem, evidence: Evidence, culprit: Culprit) -> Location:
     """The report of the first departure."""
     # List the compared calls up to the culprit, except those inside a call that is right.
     direction, trace = evidence.direction, evidence.trace
@@ -118,6 +120,7 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
         verdict = f"not known, {direction.name}, in {_title(trace, culprit.call)}"
     else:
         remarks, name = [*_hyperparameters(evidence, culprit.call)], culprit.call.name
+        remarks += gates_that_depart(problem, evidence, culprit.call)
         verdict = f"{_title(trace, culprit.call)}, {direction.name}"
     for word, call in (("after", culprit.after), ("before", culprit.before)):
         verdict += f", {word} {_title(trace, call)}" if call is not None else ""
@@ -129,6 +132,11 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
     reference, pairs = evidence.reference, evidence.pairs
     visits: list[Visit] = []
     verdict, culprit = "none, all that was compared agrees", None
+    results, jax_results = (t.root.slots["outputs"] for t in (evidence.trace, evidence.jax_trace))
+    if results.keys() != jax_results.keys():
+        visits = [_visit(evidence, call, False) for call in _calls_to_report(evidence)]
+        verdict = "the module itself, by the structure of its results"
+        return Location(reference.dtype, tuple(visits), "", verdict)
     for call in _calls_to_report(evidence):
         (jax_inputs, torch_inputs), (jax_outputs, torch_outputs) = (
             ({*pairs[call][0].dtypes[slot].values()}, reference.dtypes(call, slot))

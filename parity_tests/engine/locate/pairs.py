@@ -174,11 +174,13 @@ def _last_name(call: Call) -> str:
 
 
 def counterpart_arrays(
-    expected: Arrays, calls: list[Call], slot: str
+    expected: Arrays, calls: list[Call], slot: str, bound: float | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
     """JAX's array for each of torch's labels: by label and shape, then by shape, then by size.
 
-    If torch's call is paired with several calls, their arrays are stacked along a new axis.
+    If torch's call is paired with several calls, their arrays are stacked along a new axis. With a
+    bound, arrays that agree within it come first, whatever their labels: a step of a recurrence may
+    take (h, x) where torch's takes (x, h).
     """
     missing, unused = dict(expected), dict(calls[0].slots[slot])
     if len(calls) > 1:
@@ -191,6 +193,14 @@ def counterpart_arrays(
             for label, arrays in several.items()
             if len(arrays) == len(calls) and len({array.shape for array in arrays}) == 1
         }
+    if bound is not None:
+        for label, array in expected.items():
+            for each, actual in unused.items():
+                found = difference(actual, array, bound)
+                if found is not None and found.error <= bound:
+                    yield label, unused.pop(each)
+                    del missing[label]
+                    break
     for key in (
         lambda label, array: (label, array.shape),
         lambda label, array: array.shape,

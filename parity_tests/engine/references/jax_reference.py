@@ -16,7 +16,7 @@ from parity_tests.engine.candidates.jax_program import first_of
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly, own_weights
 from parity_tests.engine.candidates.port import port
-from parity_tests.engine.problem import Problem, is_flag, is_inexact
+from parity_tests.engine.problem import Arrays, Problem, is_flag, is_inexact
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey, Run
 from parity_tests.engine.results import Results, are_same, named_leaves, not_finite, only_floating
@@ -119,6 +119,12 @@ class JaxReference(Reference):
     def _results(self, run: Run) -> Results:
         options, arguments = self._settings(run)
         return self._side(**options).run(self.problem, **arguments)
+
+    def forward_with(self, weights: Arrays) -> Results:
+        """The float64 results of the forward pass if other weights replace some of its own."""
+        twin = WeightsOnly({**self.weights.arrays, **weights})
+        problem = dataclasses.replace(self.problem, twin=twin)
+        return self._side().run(problem, "float64", self.oracle.forward, self.cast_to)
 
     def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         options, arguments = self._settings(run)

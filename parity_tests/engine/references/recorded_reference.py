@@ -98,6 +98,10 @@ class RecordedReference(Reference):
             )
         return self
 
+    def results_in(self, dtype: str) -> Results:
+        """The results in float64. Those in other dtypes are not recorded, so there are none."""
+        return self.oracle if dtype == "float64" else Results()
+
     def _own_run(self, dtype: str) -> RunErrors:
         run = self._facts["said"][dtype]
         dtypes = {

@@ -18,6 +18,7 @@ from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
 from parity_tests.engine.problem import (
     DTYPES,
+    Arrays,
     Problem,
     call_model,
     check_functions,
@@ -149,6 +150,13 @@ class Reference(abc.ABC):
         """The results of a run."""
         raise NotImplementedError(f"{self.name} cannot run again")
 
+    def forward_with(self, weights: Arrays) -> Results:
+        """The float64 results of the forward pass if other weights replace some of its own.
+
+        Empty if the reference cannot run again, as a record cannot.
+        """
+        return Results()
+
     def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         """The calls of a run; with `is_forward`, those of the forward pass."""
         raise NotImplementedError(f"{self.name} cannot run again")
@@ -158,10 +166,14 @@ class Reference(abc.ABC):
         """A cached function that gives the errors of the reference's own run in a dtype."""
         return functools.cache(self._own_run)
 
+    def results_in(self, dtype: str) -> Results:
+        """The results of the reference's own run in a dtype."""
+        return self.oracle if dtype == "float64" else self._results(Run(dtype))
+
     def _own_run(self, dtype: str) -> RunErrors:
         side, oracle = self.sides[0], self.oracle
         self._say(f"{side} in {dtype}")
-        results = oracle if dtype == "float64" else self._results(Run(dtype))
+        results = self.results_in(dtype)
         error = None
         if self.problem.logits:
             group, name = logits_array(self.problem.logits, oracle)

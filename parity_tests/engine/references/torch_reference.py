@@ -18,12 +18,13 @@ from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_run import (
     Prepare,
     affects_result,
+    forward,
     run_oracle,
     run_torch,
     run_torch_rounded,
     weight_owners,
 )
-from parity_tests.engine.problem import Problem, state_dict_arrays
+from parity_tests.engine.problem import Arrays, Problem, state_dict_arrays
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey, Run
 from parity_tests.engine.results import GROUPS, Results, are_same, not_finite
@@ -91,6 +92,16 @@ class TorchReference(Reference):
             results, _ = run_oracle(self.problem, mode=InFloat64(other.replace))
             if other.description:
                 yield other.description, results
+
+    def forward_with(self, weights: Arrays) -> Results:
+        """The float64 results of the forward pass if other weights replace some of its own."""
+
+        def replace(twin: torch.nn.Module) -> None:
+            tensors = twin.state_dict()
+            for key, array in weights.items():
+                tensors[key].copy_(torch.tensor(array))
+
+        return forward(self.problem, replace)
 
     def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         return trace_torch(self.problem, partial(self._results, run), is_forward=is_forward)

@@ -24,6 +24,13 @@ ALIASES = (
 """Names that mean the same hyperparameter. All others are compared only under equal names."""
 CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
 NOT_HYPERPARAMETERS = ("name", "training")
+EVALUATION = {
+    "training": False,
+    "deterministic": True,
+    "use_running_average": True,
+    "inference": True,
+}
+"""By framework, the attribute that says that a module runs as in evaluation."""
 JAX_LIBRARIES = ("equinox", "flax", "keras")
 SCALARS = (bool, int, float, str, type(None))
 
@@ -31,6 +38,7 @@ SCALARS = (bool, int, float, str, type(None))
 def hyperparameters_of(module: Any) -> Hyperparameters:
     """The plain values among the public attributes of a module of any framework.
 
+    Attributes that have no effect in evaluation are left out of a module that runs in it.
     `bias` is True if there is a bias. A BatchNorm's `momentum` is the weight of the old average in
     JAX's libraries, but the weight of the new batch in torch. So the former is converted, and
     stored as `1 - momentum`.
@@ -48,7 +56,16 @@ def hyperparameters_of(module: Any) -> Hyperparameters:
         for cls in type(module).__mro__
     ):
         found["1 - momentum"] = round(1 - found.pop("momentum"), 12)
+    if any(attributes.get(name) is value for name, value in EVALUATION.items()):
+        kind = type(module).__name__
+        found = {n: v for n, v in found.items() if not _is_only_for_training(n, kind)}
     return found
+
+
+def _is_only_for_training(name: str, kind: str) -> bool:
+    """True for the rate of a dropout and the momentum of a norm, in a module of this class."""
+    is_rate = "drop" in name.lower() or ("drop" in kind.lower() and CANONICAL.get(name) == "p")
+    return is_rate or ("norm" in kind.lower() and CANONICAL.get(name) == "momentum")
 
 
 def _is_plain(value: Any) -> bool:

@@ -39,10 +39,15 @@ def add_hooks(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) ->
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
         keys = frozenset(owner for key, owner in owners.items() if key.startswith(prefix))
-        fields = {"weights": keys, "hyperparameters": hyperparameters_of(module)}
 
-        def before(module, args, kwargs, name=name, fields=fields):
-            call = trace.begin(name, type(module).__name__, **fields)
+        def before(module, args, kwargs, name=name, keys=keys):
+            # The module may have been switched to training mode since the hooks were registered.
+            call = trace.begin(
+                name,
+                type(module).__name__,
+                weights=keys,
+                hyperparameters=hyperparameters_of(module),
+            )
             trace.open_calls.append(call)
             return observed(call, "inputs", "input gradients", (args, kwargs))
 

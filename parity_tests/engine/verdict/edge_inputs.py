@@ -13,7 +13,7 @@ from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
 from parity_tests.engine.bounds.torch_decisions import is_real
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_run import forward, run_oracle, twin_in_dtype
-from parity_tests.engine.problem import Problem, is_flag, is_inexact
+from parity_tests.engine.problem import Problem, in_one_line, is_flag, is_inexact
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.results import not_finite
 from parity_tests.engine.verdict.measure import measure
@@ -194,7 +194,7 @@ def measure_edges(
                 continue
             report = measure(edge, reference, ["float64"], platform, jax_side=jax_side)
         except Exception as error:  # a module may refuse such inputs
-            notes.append(f"edge inputs, {name}: not compared, {type(error).__name__}")
+            notes.append(f"edge inputs, {name}: not compared, {in_one_line(error)}")
             continue
         compared.append(name)
         found = [f"edge inputs, {name}: {fault}" for fault in report.faults]

@@ -21,12 +21,14 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
     faults = []
     if not any(like.size for like in oracle.get("outputs", {}).values()):
         faults.append("outputs: all of them are empty, there is nothing to compare")
+    if structure(oracle) != structure(ours):
+        faults.append(
+            f"results: {reference} returns {structure(oracle)} and {model} returns "
+            f"{structure(ours)}: return the same structure from both, by `call` and `call_twin`"
+        )
     for group in GROUPS[:2]:
         expected, actual = oracle.get(group, {}), ours.get(group, {})
-        if expected.keys() != actual.keys():
-            faults.append(f"{group}: {reference} returns {[*expected]}, {model} {[*actual]}")
-            continue
-        for name, like in expected.items():
+        for name, like in expected.items() if expected.keys() == actual.keys() else ():
             array = actual[name]
             if array.shape != like.shape:
                 fault = f"shape {like.shape} in {reference}, {array.shape} in {model}"
@@ -41,6 +43,12 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
                 continue
             faults.append(f"{group}, {name}: {fault}")
     return faults
+
+
+def structure(results: Results) -> str:
+    """The names of what a side returns, such as `(y, state)`."""
+    names = [name for group in GROUPS[:2] for name in results.get(group, {})]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 
 def kind_of_numbers(array: np.ndarray) -> str:

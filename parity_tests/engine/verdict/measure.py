@@ -1,6 +1,7 @@
 """Measure the JAX side of a problem against any reference."""
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -13,7 +14,7 @@ from parity_tests.engine.bounds.rounded_constants import (
     rounded_count,
     unknown_numbers,
 )
-from parity_tests.engine.bounds.tolerance import FLOAT64, tensor_errors
+from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
@@ -41,13 +42,15 @@ def measure(
     platform: str = "cpu",
     *,
     jax_side: JaxSide | None = None,
+    keep_arrays: bool = False,
     say: Say = silent,
 ) -> Report:
     """Measure the errors of both sides in each dtype, and compare JAX's errors with their bounds.
 
     Dtypes that the problem does not have are skipped. A given `jax_side` is reused, even if it was
-    compiled for other weights and inputs, which must have the same shapes. `say` is called with a
-    few words about each run, to show the progress.
+    compiled for other weights and inputs, which must have the same shapes. With `keep_arrays`, each
+    error of the report holds the arrays of both sides. `say` is called with a few words about each
+    run, to show the progress.
     """
     jax_side = jax_side or JaxSide(problem, platform)
     tensors, faults, notes, logits = {}, [*reference.faults], [], {}
@@ -89,6 +92,9 @@ def measure(
             for group in GROUPS
             if only_floating(oracle.get(group, {})) and group in ours
         }
+        if keep_arrays:
+            reference_arrays = expected if dtype == "float64" else reference.results_in(dtype)
+            tensors[dtype] = with_arrays(tensors[dtype], reference_arrays, ours)
 
         # For logits, add errors in the units of language models.
         if place and own_run.logits:
@@ -107,6 +113,23 @@ def measure(
         platform=platform,
         sides=sides,
     )
+
+
+def with_arrays(
+    errors: Mapping[str, Mapping[str, Error]], reference_arrays: Results, jax_arrays: Results
+) -> dict[str, dict[str, Error]]:
+    """The errors by group and name, each with the arrays of both sides."""
+    return {
+        group: {
+            name: dataclasses.replace(
+                error,
+                torch_array=reference_arrays.get(group, {}).get(name),
+                jax_array=jax_arrays[group][name],
+            )
+            for name, error in named.items()
+        }
+        for group, named in errors.items()
+    }
 
 
 def explained_by_constants(

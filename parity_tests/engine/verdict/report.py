@@ -14,8 +14,9 @@ from parity_tests.engine.logits import LogitsError, logits_lines
 class Report:
     """How far the JAX port and the torch module are from the torch module in float64.
 
-    `tensors` holds the errors by dtype, group and tensor; `faults` are failures other than
-    numerical errors; `notes` are remarks, such as those on parts that were not compared.
+    `tensors` holds the errors by dtype, group and tensor, and the arrays of both sides if `compare`
+    was called with `arrays=True`; `faults` are failures other than numerical errors; `notes` are
+    remarks, such as those on parts that were not compared.
     """
 
     tensors: dict[str, dict[str, dict[str, Error]]]

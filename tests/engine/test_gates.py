@@ -1,0 +1,89 @@
+"""The report on an LSTM or GRU that departs says which of its gates do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from parity_tests import compare
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+SIZE, X = 4, np.random.default_rng(0).standard_normal((3, 5, 2))
+
+
+def gates_of(fault, w, x, h, count):
+    """The preactivations of the gates: those of the input, and those of the state."""
+    biases = {name: jnp.split(w[name], count) for name in ("bias_ih_l0", "bias_hh_l0")}
+    for name, gate in (("bias_ih_l0", "a bias of gate 1"), ("bias_hh_l0", "a bias of the last")):
+        if fault == gate:
+            biases[name][1 if name == "bias_ih_l0" else -1] *= 0
+        if fault == f"the gradient of {gate}":
+            biases[name] = [*biases[name][:-1], jax.lax.stop_gradient(biases[name][-1])]
+    of_input, of_state = (
+        [a + b for a, b in zip(jnp.split(y @ w[key].T, count, -1), biases[bias], strict=True)]
+        for y, key, bias in ((x, "weight_ih_l0", "bias_ih_l0"), (h, "weight_hh_l0", "bias_hh_l0"))
+    )
+    return of_input, of_state
+
+
+def lstm_step(fault, w, carry, x):
+    h, c = carry
+    i, f, g, o = map(jnp.add, *gates_of(fault, w, x, h, 4))
+    if fault == "i, f, o, g":
+        g, o = o, g
+    if fault == "f, i, g, o":
+        i, f = f, i
+    sigmoid = jax.nn.sigmoid
+    c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(g)
+    h = sigmoid(o) * jnp.tanh(c)
+    return (h, c), 2 * h if fault == "after" else h
+
+
+def gru_step(fault, w, carry, x):
+    h, c = carry
+    (ir, iz, i_n), (hr, hz, hn) = gates_of(fault, w, x, h, 3)
+    r, z = jax.nn.sigmoid(ir + hr), jax.nn.sigmoid(iz + hz)
+    if fault == "reset before the product":
+        n = jnp.tanh(i_n + (r * h) @ w["weight_hh_l0"][-SIZE:].T + w["bias_hh_l0"][-SIZE:])
+    else:
+        n = jnp.tanh(i_n + r * hn)
+    h = z * n + (1 - z) * h if fault == "the update" else (1 - z) * n + z * h
+    return (h, c), h
+
+
+STATE = "agree, and the state after them departs"
+FAULTS = {
+    (nn.LSTM, "a bias of gate 1"): "gates in step 1: i, g and o agree, f departs",
+    (nn.LSTM, "a bias of the last"): "gates in step 1: i, f and g agree, o departs",
+    (nn.LSTM, "i, f, o, g"): "gates in step 1: i and f agree, g and o depart",
+    (nn.LSTM, "f, i, g, o"): f"gates in step 1: i, f, g and o {STATE}",
+    (nn.LSTM, "after"): "gates: all of them agree, so the code after them departs",
+    (nn.LSTM, "the gradient of a bias of the last"): "gradient of bias_hh_l0: only o departs",
+    (nn.GRU, "a bias of gate 1"): "gates in step 1: r and n agree, z departs",
+    (nn.GRU, "a bias of the last"): "gates in step 1: r and z agree, n departs",
+    (nn.GRU, "reset before the product"): "gates in step 1: r and z agree, n departs",
+    (nn.GRU, "the update"): f"gates in step 1: r, z and n {STATE}",
+}
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_the_gates_that_depart_are_named(kind, fault):
+    torch.manual_seed(0)
+
+    def port(w, x):
+        step = lstm_step if kind is nn.LSTM else gru_step
+        start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
+        _, y = jax.lax.scan(lambda c, x: step(fault, w, c, x), start, x.swapaxes(0, 1))
+        return y.swapaxes(0, 1)
+
+    report = compare(
+        kind(2, SIZE, batch_first=True),
+        port,
+        X,
+        weights=dict,
+        call_twin=lambda twin, x: twin(x)[0],
+        locate=True,
+    )
+    assert FAULTS[kind, fault] in report.location.remarks, f"\n{report}"
