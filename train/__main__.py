@@ -39,7 +39,7 @@ from train.step import Trainer
 from train.text import Text
 from train.vocabulary import NAMES, Vocabulary, first_token
 from train.windows import Windows, split
-from twinscan.command_line import CommandLineError, command_line_of, parse, parse_known
+from twinscan.command_line import CommandLineError, command_line_of_twinscan, parse, parse_known
 
 PROG = "python -m train"
 DEFAULT_PRESET = "all-work"
@@ -201,7 +201,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule()
     print(describe_errors(model, weights))
     print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n")
-    line = f"{command_line_of('twinscan')} generate --run {shlex.quote(str(run.folder))}"
+    line = f"{command_line_of_twinscan()} generate --run {shlex.quote(str(run.folder))}"
     print(f"generate more text: {line}")
     run.log({"step": run.config.num_steps, "finished": True})
 

@@ -43,7 +43,15 @@ GLOB_CHARACTERS = "*?[\\"
 
 
 class Run:
-    """A run and its folder."""
+    """A run of `twinscan train`, and the files in its folder.
+
+        from pathlib import Path
+
+        from twinscan import Run
+
+        run = Run.open(Path("runs/lstm"))
+        model, tokens = run.model(), run.vocabulary.encode("ROMEO:")
+    """
 
     @checked_options
     def __init__(
