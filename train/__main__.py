@@ -28,7 +28,7 @@ from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
-from train.initial import FLAG, initialize, is_run, model_config_of
+from train.initial import FLAG, files_to_keep, initialize, is_run, model_config_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
@@ -342,7 +342,8 @@ def prepare_run(plan: Plan, arguments: Arguments) -> None:
     """
     folder = plan.folder
     if not Run.is_in(folder):
-        Run.create(folder, plan.config, plan.vocabulary, plan.text_digest)
+        kept = files_to_keep(plan.config.init, plan.vocabulary)
+        Run.create(folder, plan.config, plan.vocabulary, plan.text_digest, kept)
         return
     run = Run.open(folder)
     is_changed = run.text_digest != plan.text_digest
