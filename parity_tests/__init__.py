@@ -8,6 +8,8 @@ that the comparison can run where torch is not installed. `draft_table` drafts a
 """
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,11 +45,19 @@ ROOMS = {
     "report.save": ("save",),
 }
 
+# The folder of a user may have modules of the same names as the packages that this one imports.
+# The pytest plugin needs only `twinscan`, so the names of the others stay free until they are used.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+pin = importlib.import_module("twinscan.own_packages").pin
+del sys.path[0]
+pin("twinscan")
+
 
 def __getattr__(name: str) -> Any:
     room = next((room for room, names in ROOMS.items() if name in names), None)
     if room is None:
         raise AttributeError(f"module {__name__} has no attribute {name}")
+    pin("jax_models", "torch_ref")
     try:
         value = getattr(importlib.import_module(f"{__name__}.{room}"), name)
     except ModuleNotFoundError as error:

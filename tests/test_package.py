@@ -81,7 +81,7 @@ MAY_IMPORT = {
     ),
     "parity_tests/report": "parity_tests jax_models twinscan",
     "tpu_compile": "tpu_compile jax_models parity_tests.registry train twinscan",
-    "twinscan": "twinscan jax_models",
+    "twinscan": "twinscan jax_models train.run",  # only for types and `from twinscan import Run`
     "train": "train jax_models twinscan torch_ref",
 }
 OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks", "tpu_compile"}
@@ -141,15 +141,60 @@ print({"torch_ref", "train", "parity_tests.registry"} & sys.modules.keys())
     assert run(code) == "set()\n"
 
 
+@pytest.fixture
+def own_modules(tmp_path):
+    """A user's folder with modules that are called like our packages."""
+    for name in OURS - {"train"}:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')\n")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "__init__.py").write_text("raise SystemExit('the wrong train')\n")
+    return tmp_path
+
+
 @pytest.mark.slow
-def test_a_train_of_the_users_own_shadows_nothing(tmp_path):
-    (tmp_path / "train.py").write_text("raise SystemExit('the wrong train')\n")
-    for command in (["-m", "parity_tests"], ["-m", "twinscan", "parity"]):
-        done = subprocess.run(
-            [sys.executable, *command, "--help"], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "--mutations" in done.stdout
+@pytest.mark.parametrize(
+    ("command", "found", "expected"),
+    [
+        ("-m twinscan generate --help", "twinscan", "--greedy"),
+        ("-m twinscan parity --help", "twinscan", "--mutations"),
+        ("-m train --help", "train", "--num-steps"),
+        ("-m train.generate --help", "train", "--greedy"),
+        ("-m parity_tests --help", "parity_tests", "--mutations"),
+        ("-m pytest --help", "parity_tests", "--parity-json"),
+        ("compare.py", "parity_tests", "True"),
+    ],
+)
+def test_modules_of_the_users_own_shadow_nothing(command, found, expected, own_modules):
+    """Only the module that Python itself, pytest or the user's script imports is ours."""
+    for path in own_modules.glob(f"{found}*"):
+        path.rename(own_modules / f"another_{path.name}")
+    (own_modules / "compare.py").write_text(
+        "import torch\nfrom parity_tests import compare\n"
+        "port = lambda w, x: x @ w['weight'].T + w['bias']\n"
+        "report = compare(torch.nn.Linear(3, 4), port, torch.ones(2, 3).numpy(), weights=dict)\n"
+        "print(report.passed)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=own_modules, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert expected in done.stdout
+
+
+def test_the_trainer_is_imported_beside_a_train_of_the_users_own(own_modules):
+    """Unless the user's program has already imported a module of that name."""
+    (own_modules / "twinscan.py").unlink()
+    start = f"import sys\nsys.path.insert(0, {str(own_modules)!r})\n"
+    assert run(f"{start}from twinscan import Run\nprint(Run.__module__)") == "train.run\n"
+    (own_modules / "jax_models.py").write_text("")
+    code = """import jax_models
+try:
+    from twinscan import Run
+except ImportError as error:
+    print(error)
+"""
+    found = own_modules / "jax_models.py"
+    assert f"{found} is already imported under this name; rename that" in run(start + code)
 
 
 @pytest.mark.parametrize(

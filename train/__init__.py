@@ -14,3 +14,12 @@ The modules:
 - `evaluate`, `generate`, `export`, `convert`: the other commands; `initial`, `pretrained`: weights
   that a run or a command reads.
 """
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+# The folder of a user may have modules of the same names as the packages that this one imports.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import_module("twinscan.own_packages").pin("twinscan", "jax_models", "torch_ref")
+del sys.path[0]

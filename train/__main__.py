@@ -28,7 +28,7 @@ from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
-from train.initial import FLAG, initialize, is_run, model_config_of
+from train.initial import FLAG, files_to_keep, initialize, is_run, model_config_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
@@ -39,7 +39,7 @@ from train.step import Trainer
 from train.text import Text
 from train.vocabulary import NAMES, Vocabulary, first_token
 from train.windows import Windows, split
-from twinscan.command_line import CommandLineError, command_line_of, parse, parse_known
+from twinscan.command_line import CommandLineError, command_line_of_twinscan, parse, parse_known
 
 PROG = "python -m train"
 DEFAULT_PRESET = "all-work"
@@ -201,7 +201,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule()
     print(describe_errors(model, weights))
     print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n")
-    line = f"{command_line_of('twinscan')} generate --run {shlex.quote(str(run.folder))}"
+    line = f"{command_line_of_twinscan()} generate --run {shlex.quote(str(run.folder))}"
     print(f"generate more text: {line}")
     run.log({"step": run.config.num_steps, "finished": True})
 
@@ -342,7 +342,8 @@ def prepare_run(plan: Plan, arguments: Arguments) -> None:
     """
     folder = plan.folder
     if not Run.is_in(folder):
-        Run.create(folder, plan.config, plan.vocabulary, plan.text_digest)
+        kept = files_to_keep(plan.config.init, plan.vocabulary)
+        Run.create(folder, plan.config, plan.vocabulary, plan.text_digest, kept)
         return
     run = Run.open(folder)
     is_changed = run.text_digest != plan.text_digest

@@ -17,16 +17,21 @@ import tyro
 
 from jax_models import LanguageModel, load_pretrained
 from jax_models.options import CheckedFields
-from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_object
+from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import StoredArray, is_floating
 from jax_models.weights.transfer import stored_weights
 from train.files import whole
+from train.generation_files import (
+    files_of_checkpoint,
+    files_of_run,
+    ids_of_checkpoint,
+    ids_of_run,
+)
 from train.initial import is_run
 from train.mesh import no_mesh
-from train.pretrained import TOKENIZER, faults_of_checkpoint
-from train.run import Run
-from train.vocabulary import Subwords
+from train.pretrained import faults_of_checkpoint, optional_json
+from train.run import PRETRAINED, Run
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m train.convert"
@@ -34,15 +39,6 @@ MOST = 5 * 10**9
 """The largest size of one weight file in a folder, in bytes. Larger weights are split."""
 ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"
 INDEX = "model.safetensors.index.json"
-BESIDE = (
-    TOKENIZER,
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-"""Files of a checkpoint's folder that do not depend on the layout of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +64,9 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     source, target = arguments.source, arguments.to
     if target.exists() or target.is_symlink():
         raise CommandLineError(f"--to: {target} exists; choose a new file or folder")
-    tokenizer = None
-    if is_run(source):
-        run = Run.open(source)
+    run = Run.open(source) if is_run(source) else None
+    if run is not None:
         model = with_param_dtype(run.model(), arguments.param_dtype)
-        if isinstance(run.vocabulary, Subwords):
-            tokenizer = run.vocabulary.definition
     else:
         with faults_of_checkpoint(source):
             model = load_pretrained(source, param_dtype=arguments.param_dtype)
@@ -86,15 +79,17 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         with whole(target) as partial:
             write_file(partial, weights, is_torch=target.suffix in TORCH)
     else:
-        config = config_of(model, layout, source)
+        with faults_of_checkpoint(source):
+            known = optional_json((source if run is None else source / PRETRAINED) / CONFIG)
+            ids = ids_of_checkpoint(known) if run is None else ids_of_run(run, known)
+            files = files_of_checkpoint(source) if run is None else files_of_run(run, ids)
+        config = config_of(model, layout, known, ids)
         if f"{layout}-file" in model.torch_layouts():  # files leave out tied weights
             weights = stored_weights(model, f"{layout}-file")
         with whole(target) as partial:
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir(parents=True)
-            write_folder(partial, weights, config, source)
-            if tokenizer is not None:
-                (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+            write_folder(partial, weights, config, files)
     size = sum(array.dtype.itemsize * int(np.prod(array.shape)) for array in weights.values())
     print(f"{target}: {type(model).__name__} in layout {layout}, {size / 1e6:,.1f} MB")
 
@@ -109,10 +104,13 @@ def with_param_dtype(model: LanguageModel, dtype: str | None) -> LanguageModel:
     return model
 
 
-def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
+def config_of(
+    model: Any, layout: str, known: Mapping[str, Any], ids: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """The fields of config.json; None if the layout has no config.json.
 
-    They include the fields of the source's config.json, if it describes the same kind of model.
+    They include the `known` fields of the source's config.json, if it describes the same kind of
+    model, and the ids of special tokens.
     """
     to_hf = getattr(getattr(model, "config", None), "to_hf", None)
     if not layout.startswith("hf") or to_hf is None:
@@ -121,19 +119,18 @@ def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
         fields = to_hf()
     except ValueError as error:
         raise CommandLineError(f"--layout: {error}") from None
-    known = json_object(source / CONFIG) if (source / CONFIG).exists() else {}
     is_same = known.get("model_type") == fields["model_type"]
     dtype = str(next(iter(stored_weights(model, layout).values())).dtype)
-    return {**(known if is_same else {}), **fields, "dtype": dtype}
+    return {**(known if is_same else {}), **fields, **ids, "dtype": dtype}
 
 
 def write_folder(
     folder: Path,
     weights: Mapping[str, StoredArray],
     config: Mapping[str, Any] | None,
-    source: Path,
+    files: Mapping[str, bytes],
 ) -> None:
-    """Writes the weights in parts, the config, and the source's other files unchanged."""
+    """Writes the weights in parts, the config, and other files."""
     parts: list[dict[str, StoredArray]] = [{}]
     size = 0
     for key, array in weights.items():
@@ -151,9 +148,8 @@ def write_folder(
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=1))
     if config is not None:
         (folder / CONFIG).write_text(json.dumps(config, indent=1))
-    for name in BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def write_file(path: Path, weights: Mapping[str, StoredArray], *, is_torch: bool = False) -> None:

@@ -18,6 +18,7 @@ from jax_models import LanguageModel, stream
 from jax_models.options import CheckedFields
 from train.chat import ChatTemplate
 from train.checks import NotNegative, Positive, Probability, Seed, Texts
+from train.generation_files import tokens_of_run
 from train.mesh import no_mesh
 from train.pretrained import Numbers, faults_of_checkpoint, plain_tokens, read_model, tokens_of
 from train.run import Run
@@ -173,7 +174,7 @@ def _open_model_and_prompts(arguments: Arguments) -> PromptedModel:
     prompts, numbers = arguments.prompt, arguments.prompt_tokens
     run = None if arguments.run is None else Run.open(arguments.run)
     if run is not None:
-        model, vocabulary = run.model(), run.vocabulary
+        model, vocabulary = run.model(), tokens_of_run(run)
     else:
         assert arguments.weights is not None
         model = read_model(arguments.weights)

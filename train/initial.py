@@ -10,11 +10,13 @@ from jax_models import LanguageModelConfig, from_torch
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from jax_models.models.load import config_of, without_other_parts
-from jax_models.weights.checkpoint import open_checkpoint
+from jax_models.weights.checkpoint import CONFIG, open_checkpoint
 from train.digest import dtypes_and_shapes
-from train.pretrained import faults_of_checkpoint
-from train.run import VOCABULARY, Run
+from train.generation_files import files_of_checkpoint
+from train.pretrained import TOKENIZER, faults_of_checkpoint
+from train.run import PRETRAINED, VOCABULARY, Run
 from train.step import Trainer
+from train.vocabulary import Subwords, Vocabulary
 from twinscan.command_line import CommandLineError
 
 FLAG = "--init: "
@@ -51,6 +53,23 @@ def initialize(trainer: Trainer, path: Path) -> None:
     if differences:
         raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
+
+
+def files_to_keep(path: Path | None, vocabulary: Vocabulary) -> dict[str, bytes] | None:
+    """The files of a checkpoint that a run keeps in its folder, by name.
+
+    None if the run does not begin from a checkpoint, or if it does not have its tokenizer.
+    """
+    if path is None or not isinstance(vocabulary, Subwords):
+        return None
+    folder = path / PRETRAINED if is_run(path) else path
+    with faults_of_checkpoint(path, FLAG):
+        if not (folder / TOKENIZER).is_file():
+            return None
+        if (folder / TOKENIZER).read_text(encoding="utf-8") != vocabulary.definition:
+            return None
+        config = {CONFIG: (folder / CONFIG).read_bytes()} if (folder / CONFIG).is_file() else {}
+        return files_of_checkpoint(folder) | config
 
 
 def is_run(path: Path) -> bool:

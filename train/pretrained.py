@@ -43,12 +43,14 @@ class CheckpointTokens(Subwords):
     """The tokens of the tokenizer in a checkpoint's folder.
 
     The tokenizer may add special tokens before a text. The checkpoint's configuration says which
-    tokens end a text, because in a large vocabulary the usual names may mean something else.
+    tokens end a text, because in a large vocabulary the usual names may mean something else. The
+    `end` of a run that was trained from the checkpoint ends a text, too.
     """
 
-    def __init__(self, folder: Path):
-        super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"))
-        self.ends = tuple(_ends(folder))
+    def __init__(self, folder: Path, end: str | None = None):
+        super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"), end)
+        of_run = () if end is None else self.ends
+        self.ends = tuple(dict.fromkeys((*of_run, *_ends(folder))))
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import os
 import secrets
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,15 +36,28 @@ Kind = Literal["evaluation", "training", "skipped", "finished"]
 
 CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
 CURVE = "curve.png"
-CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
-FILES_BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
+CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+EXPORTED, LOCK = "twin.safetensors", "lock"
+FILES_BEFORE_CONFIG = {LOCK, CHECKPOINTS} | {
+    f"{name}{suffix}" for name in (CONFIG, VOCABULARY, PRETRAINED) for suffix in ("", ".partial")
+}
 """The files of a run that has not begun: the config is written last."""
 GLOB_CHARACTERS = "*?[\\"
 """Characters that must not occur in a path, because orbax would lose the arrays."""
 
 
 class Run:
-    """A run and its folder."""
+    """A run of `twinscan train`, and the files in its folder.
+
+        from pathlib import Path
+
+        from twinscan import Run
+
+        run = Run.open(Path("runs/lstm"))
+        model, tokens = run.model(), run.vocabulary.encode("ROMEO:")
+
+    `Run.create` begins a run in a new folder, and `Run.open` opens one.
+    """
 
     @checked_options
     def __init__(
@@ -65,9 +79,22 @@ class Run:
     @classmethod
     @checked_options
     def create(
-        cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str
+        cls,
+        folder: Path,
+        config: TrainConfig,
+        vocabulary: Vocabulary,
+        text_digest: str,
+        pretrained: Mapping[str, bytes] | None = None,
     ) -> "Run":
         """Creates a run in a folder that is `locked` or does not exist.
+
+        Args:
+            folder: the folder.
+            config: the options of the run.
+            vocabulary: the vocabulary of the text.
+            text_digest: identifies the text.
+            pretrained: the contents, by name, of the files that the run keeps of the checkpoint
+                whose weights and tokenizer it begins with. None: there is no such checkpoint.
 
         Raises:
             CommandLineError: the folder cannot be created or written.
@@ -76,6 +103,13 @@ class Run:
         with errors_naming(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             run = cls(folder, config, vocabulary, text_digest, secrets.token_hex(8))
+            if pretrained is not None:
+                shutil.rmtree(folder / PRETRAINED, ignore_errors=True)  # left by a killed process
+                with whole(folder / PRETRAINED) as partial:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir()
+                    for name, content in pretrained.items():
+                        (partial / name).write_bytes(content)
             run.write()
         return run
 
@@ -104,6 +138,16 @@ class Run:
         if not (folder / CHECKPOINTS).is_dir():
             raise CommandLineError(f"{folder}: not the folder of a run: it has no {CHECKPOINTS}")
         return cls(folder, config, vocabulary, *identity)
+
+    @property
+    def pretrained(self) -> Path | None:
+        """The folder with the files that the run keeps of the checkpoint that it began from.
+
+        None if there is no such checkpoint, if the run has another tokenizer, or if an earlier
+        version began the run.
+        """
+        folder = self.folder / PRETRAINED
+        return folder if folder.is_dir() else None
 
     @property
     def is_finished(self) -> bool:

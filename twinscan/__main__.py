@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from twinscan.interrupted import exit_at_once
+from twinscan.own_packages import pin
 
 COMMANDS = {
     "train": ("train.__main__", "train a language model on a text"),
@@ -45,6 +46,7 @@ def main() -> None:
         print(USAGE)
         return
     exit_at_once("twinscan")
+    pin("jax_models", "torch_ref", "parity_tests", "train")
     try:
         if args == ["--version"]:
             from jax_models import __version__

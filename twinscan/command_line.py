@@ -159,14 +159,16 @@ def error_in_one_line(error: Exception) -> str:
     return f"{first} {'; '.join(map(str.strip, others))}".rstrip()
 
 
-def command_line_of(module: str) -> str:
-    """The command line that runs a module with this Python from this folder."""
-    python = sys.executable
-    if shutil.which("python") == python:
-        python = "python"
-    elif Path(python).is_relative_to(Path.cwd()):
-        python = str(Path(python).relative_to(Path.cwd()))
-    return f"{shlex.quote(python)} -m {module}"
+def command_line_of_twinscan() -> str:
+    """The command `twinscan` of this Python, as the user can type it in this folder."""
+    program, module = Path(sys.executable).with_name("twinscan"), ""
+    if not program.exists():
+        program, module = Path(sys.executable), " -m twinscan"
+    if shutil.which(program.name) == str(program):
+        return f"{program.name}{module}"
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return f"{shlex.quote(str(program))}{module}"
 
 
 ASCII_SPELLINGS = {

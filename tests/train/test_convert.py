@@ -1,6 +1,8 @@
 """`twinscan convert` writes another layout or dtype, completely or not at all."""
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import resource
 from pathlib import Path
@@ -12,15 +14,35 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import train.convert as command
 from jax_models import (
     GriffinLanguageModelConfig,
     HyenaDNALanguageModelConfig,
+    LFM2LanguageModelConfig,
+    Qwen35LanguageModelConfig,
     RWKVLanguageModelConfig,
     load_pretrained,
+    stream,
     to_torch,
 )
+from jax_models.models.load import loaded
+from train import generate
+from train.config import TrainConfig
+from train.generation_files import files_of_run, ids_of_run
+from train.initial import files_to_keep, initialize
+from train.run import Run, build_trainer
+from train.tokens import until_end
+from train.vocabulary import Characters, read_tokenizer
 from twinscan.command_line import CommandLineError
 
 GRIFFIN = GriffinLanguageModelConfig(
@@ -120,6 +142,158 @@ def test_transformers_loads_what_is_written(config, tmp_path, monkeypatch):
         theirs = read.eval()(torch.tensor(tokens), use_cache=False).logits.numpy()
     ours = np.asarray(load_pretrained("hf")(tokens)[0])
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+
+
+def byte_level():
+    """As in GPT-2 and Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return tokenizer, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+
+
+def byte_fallback():
+    """As in Gemma and Llama, with a token before each text."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(joined)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+    )
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    return tokenizer, trainers.BpeTrainer(
+        vocab_size=330, special_tokens=[*SPECIAL, *in_bytes], show_progress=False
+    )
+
+
+def word_piece():
+    """As in BERT, with a token before each text."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+    )
+    return tokenizer, trainers.WordPieceTrainer(
+        vocab_size=60, special_tokens=SPECIAL, show_progress=False
+    )
+
+
+SPECIAL = ["<pad>", "<unk>", "<bos>", "<end>", "<turn>", "<stop>"]
+SAMPLE = "A gate decides what the state keeps, and what it forgets: naïve ✓.\n" * 4
+PROMPT = "What it keeps … ✗"
+MODELS = {
+    byte_level: Qwen35LanguageModelConfig(
+        features=16, num_layers=2, mlp_features=20, num_heads=2, num_kv_heads=1, num_key_heads=2,
+        head_features=8, num_value_heads=2, key_features=4, value_features=4,
+        block_types=("linear_attention", "full_attention"),
+    ),
+    byte_fallback: GRIFFIN,
+    word_piece: LFM2LanguageModelConfig(
+        features=16, num_layers=2, mlp_features=20, num_heads=2, num_kv_heads=1,
+        block_types=("conv", "full_attention"),
+    ),
+}  # fmt: skip
+
+
+def greedy(model, prompt, ends=()):
+    """The greedy continuation, up to one of the ends."""
+    tokens = stream(model, np.array([prompt]), 40, temperature=0.0, stop_tokens=ends)
+    return [*until_end(tokens, *ends)]
+
+
+def with_written(token, weights, config, prompt):
+    """Exchanges `token` with one that the model writes, neither first nor in the prompt.
+
+    Returns the weights and the number of tokens that the model writes before it.
+    """
+    written = greedy(loaded(config, weights), prompt)
+    count = next(i for i, each in enumerate(written) if i and each not in [*prompt, *written[:i]])
+    ids = np.arange(config.vocab_size)
+    ids[[token, written[count]]] = written[count], token
+    of_tokens = {key for key in weights if "embed_tokens" in key or "lm_head" in key}
+    return {key: w[ids] if key in of_tokens else w for key, w in weights.items()}, count
+
+
+def test_a_run_without_an_end_of_text_never_stops(tmp_path):
+    """Null replaces the defaults of transformers' models, such as 2 for LFM2."""
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters("abc"), "")
+    ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    assert ids_of_run(run, {}) == ids
+    assert {name: json.loads(file) for name, file in files_of_run(run, ids).items()} == {
+        "generation_config.json": ids
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        *itertools.product(MODELS, ["new", "from a checkpoint"]),
+        (byte_fallback, "another end"),
+        (byte_fallback, "another tokenizer"),
+    ],
+)
+def test_transformers_generates_what_a_run_generates(kind, begins, tmp_path, monkeypatch):
+    """It encodes a prompt with the same tokens, continues it with the same ones, and stops."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    tokenizer, trainer = kind()
+    tokenizer.train_from_iterator([SAMPLE], trainer)
+    is_kept = begins in ("from a checkpoint", "another end")
+    end, last = {"from a checkpoint": ("<end>", 4), "new": ("<end>", 3)}.get(begins, ("<stop>", 5))
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=is_kept).ids
+    config = dataclasses.replace(MODELS[kind], vocab_size=tokenizer.get_vocab_size())
+    weights = random_weights(config, "hf-file")
+    weights, count = with_written(last, weights, config, prompt)
+
+    # The folder of a checkpoint as transformers writes it, with two tokens that end a text.
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<end>"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template="a template", **names
+    ).save_pretrained("folder")
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": [3, 4]}
+    Path("folder/config.json").write_text(json.dumps(config.to_hf() | ids))
+    Path("folder/generation_config.json").write_text(json.dumps(ids | {"top_k": 7}))
+    save_file(weights, "folder/model.safetensors")
+    tokenizer.enable_truncation(3)
+    tokenizer.save("tokenizer.json")
+
+    file = Path("folder/tokenizer.json" if is_kept else "tokenizer.json")
+    vocabulary = read_tokenizer(file, end)
+    init = None if begins == "new" else Path("folder")
+    options = TrainConfig(model=config, batch_size=2, window=8, init=init)
+    run = Run.create(Path("run"), options, vocabulary, "", files_to_keep(init, vocabulary))
+    of_run = build_trainer(options, vocabulary)
+    initialize(of_run, Path("folder"))
+    run.checkpoints.save(0, of_run.initial_state(), None)
+    run.checkpoints.close()
+    convert("--from", "run", "--to", "written")
+
+    for source in ({"run": Path("run")}, {"weights": Path("written")}):
+        opened = generate._open_model_and_prompts(generate.Arguments(**source, prompt=(PROMPT,)))
+        assert opened.prompts[0].tolist() == prompt
+        ours = greedy(opened.model, prompt, opened.vocabulary.ends)
+        assert len(ours) == count
+    theirs = transformers.AutoTokenizer.from_pretrained("written")
+    tokens = theirs(PROMPT, return_tensors="pt")
+    assert tokens["input_ids"][0].tolist() == prompt
+    model = transformers.AutoModelForCausalLM.from_pretrained("written").eval()
+    answer = model.generate(**tokens, max_new_tokens=40, do_sample=False)[0].tolist()
+    assert answer == [*prompt, *ours, last]
+    assert theirs.eos_token == end
+    shown = theirs.decode(answer[len(prompt) :], skip_special_tokens=True)
+    assert shown == "".join(vocabulary.pieces(ours))
+    if is_kept:
+        assert theirs.pad_token == "<pad>"
+        assert theirs.chat_template == "a template"
+        assert model.generation_config.top_k == 7
 
 
 def test_what_cannot_be_written_is_refused(folder):

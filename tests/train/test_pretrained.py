@@ -28,6 +28,7 @@ from jax_models import (
 from train import convert, published_vocabulary
 from train import generate as command
 from train.config import PRESETS
+from train.initial import files_to_keep
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
 from train.run import Run
@@ -222,6 +223,10 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     assert run.config.model == recurrent_gemma.config
     assert run.vocabulary.encode("a g").tolist() == [4, 10]
     assert run.vocabulary.end_of_text == WORDS.index("<eos>")
+    kept = {path.name: path.read_bytes() for path in run.pretrained.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json"} < kept.keys()
+    for source in (Path("recurrentgemma-2b"), run.folder):
+        assert files_to_keep(source, run.vocabulary) == kept
     tuned = to_torch(run.model(), "hf-file")
     for key, array in to_torch(recurrent_gemma, "hf-file").items():
         expected = np.asarray(array, np.float32)

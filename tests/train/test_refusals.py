@@ -206,18 +206,24 @@ def test_a_module_ends_with_code_2_and_one_line_without_rules_in_ascii():
 
 
 @pytest.mark.parametrize(
-    ("python", "line"),
+    ("installed", "on_path", "line"),
     [
-        ("/home/me/project/.venv/bin/python", ".venv/bin/python -m train"),
-        ("/opt/some python/bin/python", "'/opt/some python/bin/python' -m train"),
-        ("/usr/bin/python", "python -m train"),
+        ("project/.venv/bin", "", "project/.venv/bin/twinscan"),
+        ("some python/bin", "usr/bin", "'some python/bin/twinscan'"),
+        ("usr/bin", "usr/bin", "twinscan"),
+        ("", "usr/bin", "usr/bin/python -m twinscan"),
     ],
 )
-def test_a_printed_command_works_as_printed(python, line, monkeypatch):
-    monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setattr(command_line.shutil, "which", lambda name: "/usr/bin/python")
-    monkeypatch.setattr(Path, "cwd", lambda: Path("/home/me/project"))
-    assert command_line.command_line_of("train") == line
+def test_a_printed_command_works_as_printed(installed, on_path, line, tmp_path, monkeypatch):
+    """It is the script, because `python -m` would first look for modules in the user's folder."""
+    monkeypatch.chdir(tmp_path)
+    if installed:
+        (tmp_path / installed).mkdir(parents=True)
+        (tmp_path / installed / "twinscan").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / (installed or "usr/bin") / "python"))
+    found = str(tmp_path / on_path / "twinscan") if on_path else None
+    monkeypatch.setattr(command_line.shutil, "which", lambda name: found)
+    assert command_line.command_line_of_twinscan() == line
 
 
 NAN = float("nan")
