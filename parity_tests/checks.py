@@ -199,6 +199,24 @@ def zeros_have_finite_outputs_and_gradients(subject: Subject):
 
 
 @check
+def an_empty_batch_has_empty_results(subject: Subject):
+    """A batch without rows has empty outputs, and a call without steps returns the given state.
+
+    The gradients are finite.
+    """
+    for rows, steps in ((0, TIME), (BATCH, 0)):
+        x, state = subject.x[:rows, :steps], subject.state_rows(range(rows), subject.state)
+        y, last, gradients = subject.results_and_gradients(
+            subject.params, state, x, np.full(rows, steps), NO_RESET[:rows, :steps]
+        )
+        assert y.shape[:2] == (rows, steps)
+        assert_same_tree(last, state, f"{rows} rows of {steps} steps: state")
+        for path, gradient in jax.tree.leaves_with_path(gradients):
+            where = jax.tree_util.keystr(path)
+            assert np.isfinite(gradient).all(), f"{rows} rows of {steps} steps: {where}"
+
+
+@check
 def documents_in_a_row_stay_apart(subject: Subject):
     """With `reset`, each document of a row gives the results of the document alone."""
     if not subject.case.resettable:

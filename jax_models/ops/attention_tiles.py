@@ -61,15 +61,18 @@ def tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
     padding = [(0, 0), (0, count * tile - steps), (0, 0), (0, 0)]
     x = jnp.pad(x, padding, constant_values=fill)
     x = x.reshape(batch, count, tile, heads // group, group, features)
-    return x.transpose(1, 0, 3, 4, 2, 5).reshape(count, batch, heads // group, -1, features)
+    x = x.transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(count, batch, heads // group, group * tile, features)
 
 
 def untiled(x: Array, like: Array) -> Array:
     """The inverse of `tiles`: returns an array of the shape of `like`."""
     batch, steps, heads, features = like.shape
-    count, _, kv_heads, *_ = x.shape
-    x = x.reshape(count, batch, kv_heads, heads // kv_heads, -1, features)
-    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, features)[:, :steps]
+    count, _, kv_heads, rows, _ = x.shape
+    group = heads // kv_heads
+    x = x.reshape(count, batch, kv_heads, group, rows // group, features)
+    x = x.transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(batch, count * (rows // group), heads, features)[:, :steps]
 
 
 def ceil_div(a: Any, b: int) -> Any:

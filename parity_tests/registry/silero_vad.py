@@ -38,7 +38,8 @@ class SileroVADFrames(SileroVAD):
         `lengths` counts frames.
         """
         samples = None if lengths is None else lengths * self.frame_length
-        audio = audio.reshape(audio.shape[0], -1)
+        batch_size, frames, frame_length = audio.shape
+        audio = audio.reshape(batch_size, frames * frame_length)
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
         return y[..., None], state
 

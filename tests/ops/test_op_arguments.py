@@ -70,9 +70,9 @@ OPS = {
     | arrays(x="B T H", a="H", input_kernel="H H", recurrence_kernel="H H")
     | {"state": ops.RGLRUState(array(BATCH, HIDDEN))},
     "rg_lru in blocks": MASKS | arrays(
-        x="B T 2*I", a_param="2*I", input_kernel="2 I I", input_bias="2 I",
-        recurrence_kernel="2 I I", recurrence_bias="2 I",
-    ) | {"state": ops.RGLRUState(array(BATCH, 2 * IN)), "first": MASKS["reset"]},
+        x="B T 3*I", a_param="3*I", input_kernel="3 I I", input_bias="3 I",
+        recurrence_kernel="3 I I", recurrence_bias="3 I",
+    ) | {"state": ops.RGLRUState(array(BATCH, 3 * IN)), "first": MASKS["reset"]},
     "decay": arrays(a="H", exponent="B T H"),
     "softplus_decay": arrays(a_param="H", exponent="B T H"),
     "rotary": {"x": array(BATCH, TIME, 2, 4), "positions": POSITIONS, "rotated": 4},
@@ -102,7 +102,7 @@ OPS = {
     "attention": arrays(q="B T O E", k="B H O E", v="B H O E")
     | {"mask": np.ones((BATCH, TIME, HIDDEN), bool)},
     "affine": arrays(x="B I", kernel="I H", bias="H"),
-    "affine in blocks": arrays(x="B 2*I", kernel="2 I H", bias="2*H"),
+    "affine in blocks": arrays(x="B 3*I", kernel="3 I H", bias="3*H"),
     "document_ends": {"reset": MASKS["reset"]},
     "delta_rule": MASKS
     | arrays(r="B T E O", log_w="B T E O", k="B T E O", v="B T E H", a="B T E O", b="B T E O")
@@ -279,6 +279,15 @@ def test_rows_of_traced_lengths_outside_are_nan(name):
                 np.testing.assert_array_equal(found[wrong], array[wrong])
             else:
                 assert jnp.isnan(found[wrong]).all()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_batch_without_rows(name):
+    """The first axis of an argument has the size BATCH only if it is the batch."""
+    empty = jax.tree.map(
+        lambda a: a[:0] if getattr(a, "shape", ())[:1] == (BATCH,) else a, OPS[name]
+    )
+    assert {len(array) for array in jax.tree.leaves(operator(name)(**empty))} == {0}
 
 
 @pytest.mark.parametrize("method", get_args(ops.LinearRecurrenceMethod))
