@@ -12,7 +12,6 @@ from jax.flatten_util import ravel_pytree
 
 from jax_models import from_torch, project, to_torch
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.registry.case import drawn_tensors
 from parity_tests.subject import Subject
 
 
@@ -21,7 +20,7 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         twin = subject.case.twin().to(dtype)
         with torch.no_grad():
-            for tensor in drawn_tensors(twin):
+            for tensor in subject.case.drawn(twin):
                 tensor.normal_()
             for tensor in subject.case.bounded(twin):
                 tensor.uniform_()  # a number out of bounds is refused

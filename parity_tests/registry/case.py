@@ -89,7 +89,7 @@ class Case:
         convolved = {id(m.weight) for m in twin.modules() if isinstance(m, nn.Conv1d)}
         variances = {id(getattr(m, "running_var", None)) for m in twin.modules()}
         with torch.no_grad():
-            for tensor in drawn_tensors(twin):
+            for tensor in self.drawn(twin):
                 shape = tuple(tensor.shape)
                 terms = tensor[0].numel() if id(tensor) in convolved else [1, *shape][-1]
                 scale = terms**-0.5 if tensor.ndim > 1 else 0.5
@@ -100,6 +100,19 @@ class Case:
                 draw = self.draw_bounded(rng, tuple(tensor.shape))
                 tensor.copy_(torch.from_numpy(draw))
         return twin
+
+    @staticmethod
+    def drawn(twin: nn.Module) -> list[Tensor]:
+        """The tensors of a twin that are drawn: its parameters and its floating buffers.
+
+        Buffers that are not in the `state_dict` are left alone.
+        """
+        buffers = (
+            tensor
+            for tensor in twin.state_dict(keep_vars=True).values()
+            if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+        )
+        return [*twin.parameters(), *{id(buffer): buffer for buffer in buffers}.values()]
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
         """The JAX layer in `dtype` with the twin's weights."""
@@ -210,16 +223,6 @@ class Case:
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
         return layer.stack if isinstance(layer, LanguageModel) else layer
-
-
-def drawn_tensors(twin: nn.Module) -> list[Tensor]:
-    """The parameters of a twin, and the buffers in its `state_dict` that are not integers."""
-    buffers = (
-        tensor
-        for tensor in twin.state_dict(keep_vars=True).values()
-        if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
-    )
-    return [*twin.parameters(), *{id(buffer): buffer for buffer in buffers}.values()]
 
 
 def paired(

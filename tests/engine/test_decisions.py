@@ -44,12 +44,12 @@ def distances():
     return jnp.abs(jnp.arange(160)[:, None] - jnp.arange(160))[:, :4]
 
 
-def t5(_twin, x):
+def t5(twin, x):
     """The buckets of transformers' own T5."""
-    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    module = pytest.importorskip("transformers.models.t5.modeling_t5")
     n = (torch.arange(160) - torch.arange(160)[:, None])[:, :4]
-    buckets = t5.T5Attention._relative_position_bucket(-n.abs(), num_buckets=BINS)
-    return _twin(x).mean(0) * buckets
+    buckets = module.T5Attention._relative_position_bucket(-n.abs(), num_buckets=BINS)
+    return twin(x).mean(0) * buckets
 
 
 def one_hot(scores):
@@ -57,7 +57,7 @@ def one_hot(scores):
 
 
 def sampled(x):
-    """The token at 0.3 of a row's distribution, in which every fifth of 1 begins a token."""
+    """The token at 0.6 of a distribution whose tokens have a probability of a fifth each."""
     sums = torch.full_like(x, 0.2).float().cumsum(-1)
     return torch.searchsorted(sums, torch.full_like(x[:, :1], 0.6).float())
 

@@ -16,6 +16,7 @@ does not ignore casts, as the rest of the float64 run does, but is made from the
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -95,8 +96,10 @@ class Decisions:
             return None
         if func is aten.lift_fresh.default:  # the constant of a `torch.tensor(…)`
             return narrow(given[0][0]), True
-        known = [self._written.get(operand) for operand in operands]
         is_cast = func is aten._to_copy.default and given[1].get("dtype") in COARSER
+        if has_results and not is_cast and any(each not in self._written for each in operands):
+            return None
+        known = [self._written.get(operand) for operand in operands]
         if is_cast and known == [None]:
             known = [Written(operands[0], is_discrete=False)]
         if not has_results and any(each and not each.is_discrete for each in known):
@@ -150,14 +153,16 @@ def read(leaf: Any) -> Any:
 
 def decisions_in(func: Any, args: Any, results: Any) -> Iterator[torch.Tensor]:
     """The decisions among the results of an operation on real or complex numbers."""
-    if func is aten.view.dtype or not any(is_real(a) for a in tensors_of(args)):
-        return
     is_rounding = _name(func) in ROUNDINGS
-    yield from (each for each in tensors_of(results) if is_rounding or not is_real(each))
+    found = [each for each in tensors_of(results) if is_rounding or not is_real(each)]
+    if found and func is not aten.view.dtype and any(map(is_real, tensors_of(args))):
+        yield from found
 
 
 def written_tensors(func: Any, args: Any) -> list[Any]:
     """The arguments that an operation writes into."""
+    if not func._schema.is_mutable:
+        return []
     return [
         args[i]
         for i, argument in enumerate(func._schema.arguments[: len(args)])
@@ -179,6 +184,7 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(part)
 
 
+@functools.cache
 def _name(func: Any) -> str:
     """The name of an operation, the same whether it writes into its operand or not."""
     return func.overloadpacket.__name__.removesuffix("_")

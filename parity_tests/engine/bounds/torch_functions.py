@@ -4,6 +4,7 @@ The other values are tried when a pair differs in float64. If the two sides then
 names the argument, as it names the hyperparameters of layers that differ.
 """
 
+import functools
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class OtherArgument:
         return args, {**kwargs, name: other}
 
 
+@functools.cache
 def function_name(func: Any) -> str:
     """The name of a function, which is the same for its backward pass."""
     return func.overloadpacket.__name__.removesuffix("_backward")

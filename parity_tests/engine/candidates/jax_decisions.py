@@ -99,9 +99,9 @@ class Decisions:
         name, params, results = equation.primitive.name, equation.params, equation.outvars
         places = [i for i, atom in enumerate(equation.invars) if is_inexact(atom.aval)]
         has_results = any(is_inexact(variable.aval) for variable in results)
-        known: list[Any] = [self._of(equation.invars[i]) for i in places]
         if not (places or has_results):
             return None
+        known: list[Any] = [self._of(equation.invars[i]) for i in places]
         if name == "convert_element_type" and known == [None]:
             is_cast = str(params["new_dtype"]) in COARSER
             return ([operands[0].astype(params["new_dtype"])], False) if is_cast else None
