@@ -6,6 +6,7 @@ import torch
 from flax import nnx
 
 from jax_models import LSTM, HyperLSTM, LayerNormLSTM, LSTMState, from_torch, to_torch
+from jax_models.ops import HyperLSTMState
 from parity_tests import assert_parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -61,17 +62,23 @@ def test_the_layer_norm_lstm_of_labml():
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_hyper_lstm_of_labml(num_layers):
-    """The weights are random, because labml initializes them to zero."""
+    """The weights are random, because labml initializes them to zero. States are compared, too."""
     package = pytest.importorskip("labml_nn.hypernetworks.hyper_lstm")
     original = package.HyperLSTM(5, 7, 4, 3, num_layers)
     rng = np.random.default_rng(0)
     for parameter in original.parameters():
         parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape))).float()
+
+    def call_twin(module, x, state):
+        y, last = module(x, state)
+        return y.swapaxes(0, 1), last
+
     assert_parity(
         original,
         HyperLSTM(5, 7, 4, 3, num_layers=num_layers, rngs=nnx.Rngs(0)),
         inputs(6, 4, 5),
+        tuple(inputs(num_layers, 4, size) / 2 for size in (7, 7, 4, 4)),
         weights="labml",
-        call=lambda layer, x: layer(x.swapaxes(0, 1))[0],
-        call_twin=lambda module, x: module(x)[0].swapaxes(0, 1),
+        call=lambda layer, x, state: layer(x.swapaxes(0, 1), HyperLSTMState(*state)),
+        call_twin=call_twin,
     )

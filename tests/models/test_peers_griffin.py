@@ -148,7 +148,7 @@ def deepminds_config(package: Any, config: GriffinLanguageModelConfig = LIKE_DEE
         mlp_expanded_width=config.mlp_features,
         num_heads=config.num_heads,
         block_types=tuple(kinds[kind.upper()] for kind in config.mixings),
-        embeddings_scale_by_sqrt_dim=True,
+        embeddings_scale_by_sqrt_dim=config.scale_embeddings,
         attention_window_size=config.window - 1,
         logits_soft_cap=config.logits_soft_cap,
         lru_width=config.recurrent_features,
@@ -160,13 +160,16 @@ RESTARTS[0, 9] = RESTARTS[1, [2, 15]] = True
 POSITIONS = np.stack([np.r_[:9, :12], np.r_[:2, :13, :6]])
 
 
-def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
+@pytest.mark.parametrize("options", [{}, {"scale_embeddings": False, "logits_soft_cap": 0.0}])
+def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds, options):
     """Compares logits and gradients, with the keys of its PyTorch checkpoints."""
-    model = deepminds.torch.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
+    config = dataclasses.replace(LIKE_DEEPMINDS, **options)
+    sizes = deepminds_config(deepminds, config)
+    model = deepminds.torch.Griffin(sizes, gradient_checkpointing=False)
     randomise(model.double())
     assert_same_logits_and_gradients(
         model,
-        partial(griffin_from_weights, config=LIKE_DEEPMINDS),
+        partial(griffin_from_weights, config=config),
         TOKENS,
         "deepmind-torch",
         call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
