@@ -263,7 +263,14 @@ class Run:
 
         path = self.folder / CURVE
         if is_first():
-            draw_curve(self.metrics("training"), self.metrics(), path)
+            config, unit = self.config, self.vocabulary.unit
+            caption = (
+                f"{config.model.family}, {config.num_steps:,} steps of {config.batch_size} × "
+                f"{config.window} {unit}s. Training steps: mean loss of all steps since the point "
+                f"before. Parts: mean loss of {config.eval_batches} batches of each part of the "
+                "text, with the weights of that step."
+            )
+            draw_curve(self.metrics("training"), self.metrics(), path, caption)
         return path
 
 
