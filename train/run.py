@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +19,7 @@ from flax import nnx
 from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
+from train.checks import Contents
 from train.config import TrainConfig, UnknownModelError, from_fields, to_fields
 from train.digest import bytes_digest
 from train.files import errors_naming, whole
@@ -84,7 +85,7 @@ class Run:
         config: TrainConfig,
         vocabulary: Vocabulary,
         text_digest: str,
-        pretrained: Mapping[str, bytes] | None = None,
+        pretrained: Contents | None = None,
     ) -> "Run":
         """Creates a run in a folder that is `locked` or does not exist.
 
