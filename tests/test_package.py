@@ -256,7 +256,7 @@ except SystemExit as stop:
     assert run(BLOCKED + code) == needed
 
 
-def test_a_function_of_parity_tests_names_what_is_not_installed():
+def test_a_lazy_name_names_what_is_not_installed():
     code = """
 import sys
 sys.modules["torch"] = None
@@ -267,6 +267,14 @@ for name in parity_tests.__all__:
     except ModuleNotFoundError as error:
         print(error)
 """
+    code_of_run = """
+try:
+    from twinscan import Run
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    missing = "Run: tyro is not installed: run pip install '.[train]' in a clone of twinscan\n"
+    assert run(BLOCKED + code_of_run) == missing
     needed = "torch is not installed: run pip install '.[torch]' in a clone of twinscan\n"
     assert run(code) == f"compare_training: {needed}draft_table: {needed}"
 

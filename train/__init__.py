@@ -10,9 +10,9 @@ The modules:
 - `mesh`, `hosts`: several devices and processes.
 - `checkpoints`, `digest`, `files`, `interruption`: protection against kills, full disks and
   flipped bits; `renamed`: checkpoints of earlier versions.
-- `monitor`, `curve`: progress, metrics and the loss curve.
+- `monitor`, `curve`, `heartbeat`: progress, metrics and the loss curve.
 - `evaluate`, `generate`, `export`, `convert`: the other commands; `initial`, `pretrained`: weights
-  that a run or a command reads.
+  that a run or a command reads; `generation_files`: what a folder says about tokens and stops.
 """
 
 import sys

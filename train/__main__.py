@@ -14,6 +14,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
+from train.heartbeat import doing, heartbeat
 from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
 from train.initial import FLAG, files_to_keep, initialize, is_run, model_config_of
 from train.loop import train
@@ -368,16 +370,26 @@ def prepare_run(plan: Plan, arguments: Arguments) -> None:
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Trains a model, or resumes a run."""
     arguments = parse_arguments(args, prog)
+    console = Console(emoji=False, highlight=False, markup=False)
+    with heartbeat(partial(console.print, soft_wrap=True)):
+        run_until_end(arguments, console)
+
+
+def run_until_end(arguments: Arguments, console: Console) -> None:
+    """Trains the run of the arguments to its last step, and writes the report."""
     # JAX must know its devices and the other processes before the first computation.
     if arguments.hosts == HostsConfig():
         provide_devices(arguments.config.mesh)
     join(arguments.hosts)
+    console.quiet = not is_first()
     # All processes must agree before any of them writes.
-    plan = run_on_all(lambda: make_plan(arguments))
+    with doing("reading the text"):
+        plan = run_on_all(lambda: make_plan(arguments))
     config = plan.config
     fields = json.dumps(to_fields(config))
     check_agreement({"version": __version__, "config": fields, "text": plan.text_digest})
-    trainer = run_on_all(lambda: build_trainer_of_plan(plan))
+    with doing("building the model"):
+        trainer = run_on_all(lambda: build_trainer_of_plan(plan))
     with contextlib.ExitStack() as stack:
         # Only the first process locks and writes the folder; the others open it afterwards.
         def enter() -> None:
@@ -386,7 +398,6 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
         run_on_first(enter)
         run = run_on_all(lambda: Run.open(plan.folder))
-        console = Console(quiet=not is_first(), emoji=False, highlight=False, markup=False)
         if run.is_finished:
             line = f"{run.folder}: the run has finished its {config.num_steps} steps"
             console.print(line, soft_wrap=True)
@@ -407,4 +418,5 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         state = train(run, trainer, plan.parts, console)
         params = trainer.gather(state.averaged_params)
         if is_first():
-            report(run, trainer.model(params), console)
+            with doing("writing the report"):
+                report(run, trainer.model(params), console)

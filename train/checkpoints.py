@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,9 @@ PARTIAL = ".partial"
 NUM_NEWEST = 2
 """The number of newest checkpoints that are kept, besides the best one."""
 SPACE_BESIDE_ARRAYS = 2**20
+SECONDS_PER_SAVE = 30.0
+"""Longest time between two checkpoints, unless saving would take more than `SAVING_SHARE` of it."""
+SAVING_SHARE = 0.05
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 """Errors that orbax reports in many lines."""
 
@@ -56,6 +60,7 @@ class Checkpoints:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._last_save, self._save_seconds = time.monotonic(), 0.0
 
     @functools.cached_property
     def _orbax(self) -> ocp.StandardCheckpointer:
@@ -83,6 +88,12 @@ class Checkpoints:
                 return self.latest_step
         return None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether so much time has passed since the last save that the state should be saved."""
+        longest = max(SECONDS_PER_SAVE, self._save_seconds / SAVING_SHARE)
+        return time.monotonic() - self._last_save > longest
+
     def unlogged(self, step: int) -> list[float]:
         """The losses that were not yet logged when the checkpoint of this step was written."""
         return [*self._manifests.get(step, {}).get("unlogged", [])]
@@ -96,6 +107,7 @@ class Checkpoints:
             CommandLineError: this checkpoint or the one before it cannot be written.
 
         """
+        start = time.monotonic()
         self.wait()
         if step in self._manifests:
             return
@@ -123,6 +135,8 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise self._write_error(step, error) from None
         self._writing = self._thread.submit(self._finish, manifest, of_arrays)
+        self._last_save = time.monotonic()
+        self._save_seconds = self._last_save - start
 
     def restore(self, *likes: Any) -> Any:
         """Reads the newest intact checkpoint, with the structure and shardings of one of `likes`.
@@ -171,9 +185,15 @@ class Checkpoints:
             self._orbax.close()
 
     def clean(self) -> None:
-        """Removes checkpoints that a killed process was writing or removing."""
-        for path in self.folder.glob(f"*{PARTIAL}"):
+        """Removes checkpoints that a killed process was writing or removing, and reports them."""
+        for path in sorted(self.folder.glob(f"*{PARTIAL}")):
             _erase(path)
+            name = path.name.removesuffix(PARTIAL)
+            print(
+                f"{path}: removed; a process was killed while it wrote or removed the checkpoint "
+                f"of step {name}",
+                file=sys.stderr,
+            )
 
     def _finish(self, manifest: dict[str, Any], of_arrays: dict[str, jax.Array]) -> None:
         """Gives the checkpoint its digests and its name, and removes those that it replaces."""

@@ -1,5 +1,6 @@
 """The types of options, each with its check."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ from jax_models.ops.checks import (
     checked_number,
     checked_positive,
     checked_rate,
+    described,
 )
 from jax_models.options import checked_path
 
@@ -53,6 +55,15 @@ def checked_texts(name: str, texts: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def checked_contents(name: str, files: Any) -> Mapping[str, bytes]:
+    """The contents of files, by the names of the files."""
+    if not isinstance(files, Mapping) or not all(
+        isinstance(file, str) and isinstance(content, bytes) for file, content in files.items()
+    ):
+        raise TypeError(f"{name}: expected bytes by file name, got {described(files)}")
+    return files
+
+
 def checked_probability(name: str, value: Any) -> float:
     """A number in 0 … 1."""
     value = checked_number(name, value)
@@ -70,6 +81,7 @@ def checked_seed(name: str, seed: Any) -> int:
 
 
 Paths = Annotated[tuple[Path, ...], checked_paths]
+Contents = Annotated[Mapping[str, bytes], checked_contents]
 Texts = Annotated[tuple[str, ...], checked_texts]
 Positive = Annotated[float, checked_positive]
 NotNegative = Annotated[float, checked_not_negative]

@@ -77,11 +77,13 @@ class TrainConfig(CheckedFields):
     window: int = 8
     """Number of tokens in a window."""
     eval_every: int = 100
-    """Number of steps between evaluations. Each evaluation writes a checkpoint."""
+    """Number of steps between evaluations. Each writes a checkpoint, and so does every half
+    minute without one."""
     eval_batches: int = 200
     """Number of random batches of each part (training, validation) in an evaluation."""
     log_every: int = 100
-    """Number of steps between lines with the loss, the learning rate and the speed."""
+    """Number of steps between lines with the loss, the learning rate and the speed. Short runs have
+    at least ten lines."""
     tensorboard: bool = False
     """Also log for TensorBoard, into the run's folder (needs the package tensorboardX)."""
     max_skipped: int = 10

@@ -1,6 +1,7 @@
 """Draws the loss curve of a run."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ LONG_RUN = 20
 """A run with a line of at least this many points counts as long."""
 
 
-def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
+def draw_curve(training: Records, evaluations: Records, path: Path, caption: str = "") -> None:
     """Draws the losses over the steps as a PNG, which is written completely or not at all.
 
     If a line has at least `LONG_RUN` points, the vertical axis fits the losses of the last nine
-    tenths of the steps and cuts off higher losses before them. The title is the name of the run's
-    folder.
+    tenths of the steps and cuts off higher losses before them, which the caption then says. The
+    title is the name of the run's folder.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -42,10 +43,12 @@ def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
         low, high = late.min(), np.quantile(late, 0.98)
         margin = 0.05 * (high - low) + 1e-3
         axes.set_ylim(low - margin, high + margin)
+        caption += " Losses above the axis are cut off."
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(title=path.absolute().parent.name, xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.supxlabel(textwrap.fill(caption, 100), fontsize="small")
     with whole(path) as partial:
         figure.savefig(partial, dpi=150, format="png")
 

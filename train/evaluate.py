@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flax import nnx
 
 from jax_models.options import CheckedFields
 from train.checks import Paths
+from train.heartbeat import doing, heartbeat
 from train.mesh import no_mesh
 from train.run import Run
 from train.step import Trainer
@@ -59,7 +61,19 @@ def losses(
         yield np.ravel(trainer.evaluate(params, rows[whole:][None]))
 
 
+def all_losses(
+    trainer: Trainer, params: nnx.State, rows: Windows, batch_size: int, name: str
+) -> np.ndarray:
+    """The losses of a part, while `heartbeat` can say how many of its tokens are done."""
+    found: list[np.ndarray] = []
+    total = len(rows) * rows.window
+    with doing(lambda: f"{name}: {sum(map(len, found)):,} of {total:,} tokens"):
+        found.extend(losses(trainer, params, rows, batch_size))
+    return np.concatenate(found)
+
+
 @no_mesh()
+@heartbeat(lambda line: print(line, file=sys.stderr, flush=True))
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Prints the mean loss and probability of both parts of a text."""
     arguments = parse(Arguments, args, prog=prog)
@@ -72,7 +86,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     for name, part in split(tokens, config.window, config.val_rows).items():
         num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)
         rows = dataclasses.replace(part, starts=part.rows.starts[:num_rows])
-        loss = np.concatenate([*losses(trainer, params, rows, config.batch_size)])[:num_tokens]
+        loss = all_losses(trainer, params, rows, config.batch_size, name)[:num_tokens]
         print(
             f"{name}: {loss.mean(dtype=np.float64):.4f} nats per {vocabulary.unit}, "
             f"mean probability {np.exp(-loss).mean(dtype=np.float64):.4f}, "

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from train.heartbeat import doing
 from train.hosts import gather_all
 from train.interruption import Interruption
 from train.monitor import Monitor
@@ -41,8 +42,13 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     """
     # Batches depend on the step alone, so a resumed run continues with the same ones.
     config = run.config
-    state = run.restore(trainer) if run.checkpoints.steps else trainer.initial_state()
+    is_new = not run.checkpoints.steps
+    with doing("reading the newest checkpoint"):
+        state = trainer.initial_state() if is_new else run.restore(trainer)
     step = int(state.step)
+    source = "scratch" if config.init is None else f"the weights of {config.init}"
+    start = f"no checkpoint yet: starting from {source}" if is_new else f"resumed at step {step:,}"
+    console.print(f"{start}, in {run.folder}", soft_wrap=True)
     sampler = partial(Batches, batch_size=config.batch_size)
     training = sampler(parts["train"], seed=config.seed)
     evaluation = {
@@ -52,20 +58,25 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
 
     steps_per_call, call = 1, None
     monitor = Monitor(run, trainer, console, step, lambda step: training.starts(step).tolist())
-    with monitor, Interruption() as interruption:
+    with monitor, Interruption() as interruption, doing(monitor.describe):
+        # A run that is killed in its first minute is resumed, too.
+        if is_new:
+            evaluate_and_save(run, trainer, monitor, state, {})
         while True:
-            # All processes must stop, evaluate and step together.
-            stopping, steps_per_call = agreed_signal(interruption.signal, steps_per_call)
+            # All processes must stop, evaluate, save and step together.
+            stopping, steps_per_call, is_late = agree(
+                interruption.signal, steps_per_call, run.checkpoints.is_late
+            )
             is_last = step == config.num_steps
             is_due = step % config.eval_every == 0 or is_last
-            if is_due or stopping:
+            if is_due or stopping or is_late:
                 log_call(run, trainer, monitor, state, call)
                 call = None
                 evaluate_and_save(run, trainer, monitor, state, evaluation if is_due else {})
             if is_last or stopping:
                 run.checkpoints.close()
                 # A signal may also have come during the last save.
-                stopping, _ = agreed_signal(interruption.signal, steps_per_call)
+                stopping, *_ = agree(interruption.signal, steps_per_call)
                 if stopping:
                     raise StoppedError(stopping, f"the run is saved at step {step} in {run.folder}")
                 return state
@@ -107,24 +118,29 @@ def evaluate_and_save(
 ) -> None:
     """Evaluates the state, logs the losses, and writes a checkpoint."""
     step = int(state.step)
-    losses = {
-        name: float(trainer.evaluate(state.averaged_params, batches).mean())
-        for name, batches in evaluation.items()
-    }
+    losses = {}
+    for name, batches in evaluation.items():
+        with doing(f"evaluating step {step:,} on the part {name}"):
+            losses[name] = float(trainer.evaluate(state.averaged_params, batches).mean())
     if not np.isfinite([*losses.values()]).all() or not trainer.is_finite(state):
         raise not_finite(run, step, "the weights or their losses are")
     if losses:
         monitor.log_evaluation(step, losses)
-    run.checkpoints.save(step, state, losses.get("val"), monitor.unlogged)
+    with doing(f"writing the checkpoint of step {step:,}"):
+        run.checkpoints.save(step, state, losses.get("val"), monitor.unlogged)
+    monitor.pause()
 
 
-def agreed_signal(
-    received: signal.Signals | None, steps_per_call: int
-) -> tuple[signal.Signals | None, int]:
-    """The signal that any process has received, and the call size of the first process."""
-    signals, steps = gather_all([received or 0, steps_per_call]).T
+def agree(
+    received: signal.Signals | None, steps_per_call: int, is_late: bool = False
+) -> tuple[signal.Signals | None, int, bool]:
+    """The signal that any process has received.
+
+    The call size, and whether the last checkpoint is too old, are those of the first process.
+    """
+    signals, steps, late = gather_all([received or 0, steps_per_call, is_late]).T
     stopping = int(signals.max())
-    return signal.Signals(stopping) if stopping else None, int(steps[0])
+    return signal.Signals(stopping) if stopping else None, int(steps[0]), bool(late[0])
 
 
 def next_call_size(steps_per_call: int, seconds: float) -> int:

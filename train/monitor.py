@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from train.config import TrainConfig
+from train.heartbeat import line_printed
 from train.optimizer import build_schedule
 from train.run import Run
 from train.step import Measures, Trainer
@@ -36,6 +37,8 @@ PEAK_FLOPS = {
 From cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets. The models keep
 the precision of float32, for which a TPU makes six products in bfloat16.
 """
+LINES_PER_RUN = 10
+"""Smallest number of lines with a loss in a run, if it has as many steps."""
 DRAWING_SHARE = 0.01
 """Largest share of the time that goes into redrawing the curve."""
 FIRST_DRAWING = 0.3
@@ -79,6 +82,8 @@ class Monitor:
         """The usual estimate, because XLA's own count includes the body of a loop only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._first_step, self._is_compiled = step, False
+        self._steps_done = step
+        self._log_every = min(config.log_every, -(-config.num_steps // LINES_PER_RUN))
         self.unlogged = run.checkpoints.unlogged(step)
         """The losses since the last line, including those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
@@ -120,6 +125,16 @@ class Monitor:
         if self._writer is not None:
             self._writer.close()
 
+    def describe(self) -> str:
+        """What the run is doing between two evaluations."""
+        if not self._is_compiled:
+            return "compiling the training step"
+        return f"step {self._steps_done:,} of {self._run.config.num_steps:,}"
+
+    def pause(self) -> None:
+        """Leaves the time until the next call out of the speed."""
+        self._last_call_end = None
+
     def show_progress(self, step: int, seconds: float) -> None:
         """Shows that the steps before this one were dispatched, in this number of seconds."""
         now = time.perf_counter()
@@ -137,6 +152,7 @@ class Monitor:
         losses, norms = (np.asarray(each).tolist() for each in measures)
         now = time.perf_counter()
         assert self._last_call_end is not None
+        self._steps_done = stop
         seconds, self._last_call_end = (now - self._last_call_end) / (stop - start), now
         config, skipped = self._run.config, []
         for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
@@ -149,7 +165,7 @@ class Monitor:
                 skipped.append(step)
                 self._log_skipped(step, loss, norm)
             steps_done = step + 1
-            is_due = steps_done % config.log_every == 0 or steps_done % config.eval_every == 0
+            is_due = steps_done % self._log_every == 0 or steps_done % config.eval_every == 0
             if is_due or steps_done == config.num_steps:
                 self._log_line(steps_done)
         return skipped
@@ -167,7 +183,6 @@ class Monitor:
             self._run.draw_curve()
             self._last_drawing = time.perf_counter()
             self._drawing_seconds = self._last_drawing - now
-        self._last_call_end = None
 
     def _log_skipped(self, step: int, loss: float, norm: float) -> None:
         self.skipped.add(step)
@@ -214,6 +229,7 @@ class Monitor:
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
+        line_printed()
 
 
 def check_tensorboard(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +19,7 @@ from flax import nnx
 from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
+from train.checks import Contents
 from train.config import TrainConfig, UnknownModelError, from_fields, to_fields
 from train.digest import bytes_digest
 from train.files import errors_naming, whole
@@ -84,7 +85,7 @@ class Run:
         config: TrainConfig,
         vocabulary: Vocabulary,
         text_digest: str,
-        pretrained: Mapping[str, bytes] | None = None,
+        pretrained: Contents | None = None,
     ) -> "Run":
         """Creates a run in a folder that is `locked` or does not exist.
 
@@ -263,7 +264,14 @@ class Run:
 
         path = self.folder / CURVE
         if is_first():
-            draw_curve(self.metrics("training"), self.metrics(), path)
+            config, unit = self.config, self.vocabulary.unit
+            caption = (
+                f"{config.model.family}, {config.num_steps:,} steps of {config.batch_size} × "
+                f"{config.window} {unit}s. Training steps: mean loss of all steps since the point "
+                f"before. Parts: mean loss of {config.eval_batches} batches of each part of the "
+                "text, with the weights of that step."
+            )
+            draw_curve(self.metrics("training"), self.metrics(), path, caption)
         return path
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from train.digest import bytes_digest
 from train.files import blocks, errors_naming, file_digest
+from train.heartbeat import doing
 from train.published_vocabulary import PUBLISHED
 from train.vocabulary import (
     BYTES,
@@ -137,7 +138,10 @@ class Text:
         dtype = _dtype(vocabulary)
         digest, count = bytes_digest(), 0
         try:
-            with (partial / TOKENS).open("wb") as file:
+            with (
+                (partial / TOKENS).open("wb") as file,
+                doing(lambda: f"tokenizing the text: {count:,} {vocabulary.unit}s so far"),
+            ):
                 for tokens in _encoded(self.pieces(), vocabulary, has_end=self.has_documents):
                     data = tokens.astype(dtype).tobytes()
                     digest.update(data)

@@ -18,6 +18,7 @@ from jax_models import RNNLanguageModelConfig
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.run import Run
+from train.step import Trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
@@ -69,9 +70,12 @@ def test_a_signal_leaves_a_checkpoint_and_one_line(
     latest = Run.open(folder).checkpoints.latest_step
     assert step < latest <= step + 10
     line = f"prog: stopped by {number.name}: the run is saved at step {latest} in {folder}\n"
-    assert capsys.readouterr().err == line
+    printed = capsys.readouterr()
+    assert printed.err == line
+    assert printed.out.startswith(f"no checkpoint yet: starting from scratch, in {folder}\n")
     assert signal.getsignal(number) is before
     command(folder)
+    assert capsys.readouterr().out.startswith(f"resumed at step {latest}, in {folder}\n")
     chex.assert_trees_all_equal(results(folder), whole)
 
 
@@ -90,6 +94,40 @@ def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
             pass
     chex.assert_trees_all_equal(results(folder), whole)
     assert not [*(folder / "checkpoints").glob("*.partial")]
+
+
+def test_a_run_that_is_killed_early_resumes(whole, tmp_path, monkeypatch, capsys):
+    """Its first checkpoint comes before the first evaluation, and later ones by the clock."""
+    folder = tmp_path / "run"
+    evaluate, steps, save = Trainer.evaluate, Trainer.steps, Checkpoints.save
+
+    def kill(*_):
+        raise SystemExit("killed")
+
+    # Unlike a killed process, this one would write the last checkpoint to its end.
+    monkeypatch.setattr(Checkpoints, "save", lambda c, *args: [save(c, *args), c.wait()])
+    monkeypatch.setattr(Trainer, "evaluate", kill)
+    with pytest.raises(SystemExit):
+        command(folder)
+    (folder / "checkpoints" / "3.partial").mkdir()
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    monkeypatch.setattr("train.checkpoints.SECONDS_PER_SAVE", 0.0)
+    monkeypatch.setattr("train.checkpoints.SAVING_SHARE", float("inf"))
+    monkeypatch.setattr("train.loop.STEPS_PER_CALL", 2)
+    calls = iter(range(3))
+    monkeypatch.setattr(
+        Trainer, "steps", lambda *args: steps(*args) if next(calls, None) is not None else kill()
+    )
+    with pytest.raises(SystemExit):
+        command(folder)
+    printed = capsys.readouterr()
+    assert f"resumed at step 0, in {folder}\n" in printed.out
+    assert re.search(r"checkpoints/3.partial: removed; .* of step 3\n", printed.err)
+    monkeypatch.undo()
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+    command(folder)
+    assert re.search(rf"^resumed at step [1-6], in {folder}\n", capsys.readouterr().out)
+    chex.assert_trees_all_equal(results(folder), whole)
 
 
 def test_a_run_that_was_killed_before_it_began(whole, tmp_path):

@@ -1,15 +1,19 @@
 """The output of a run, and its response to steps whose loss or gradient is not finite."""
 
 import json
+import re
+import time
 from pathlib import Path
 
 import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import train.__main__ as train_command
 import train.step
+from train import evaluate, heartbeat
 from train.config import TrainConfig
 from train.curve import draw_curve
 from train.monitor import peak_flops
@@ -128,7 +132,8 @@ def test_the_lines_of_a_run(tmp_path, capsys):
     assert start == {"start": 0, "device": "cpu", "devices": 1, "parameters": 1380}
     assert [line for line in all_lines if "compile_seconds" in line]
     training = run.metrics("training")
-    assert [line["step"] for line in training] == [6, 10, 12, 18, 20, 24, 30]
+    # A short run has at least ten lines, although --log-every 6 asks for fewer.
+    assert [line["step"] for line in training] == [3, 6, 9, 10, 12, 15, 18, 20, 21, 24, 27, 30]
     assert [line["step"] for line in run.metrics()] == [0, 10, 20, 30]
     trainer = build_trainer(run.config)
     state, losses, norms = trainer.initial_state(), [], []
@@ -148,8 +153,48 @@ def test_the_lines_of_a_run(tmp_path, capsys):
         since = step
     assert training[-1]["seconds_left"] == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("1 × cpu, 1,380 parameters\n")
+    assert printed.startswith(
+        f"no checkpoint yet: starting from scratch, in {run.folder}\n1 × cpu, 1,380 parameters\n"
+    )
     assert "compiled in " in printed
+
+
+def test_a_long_silence_is_broken(tmp_path, monkeypatch, capsys):
+    """While the run is compiled, evaluated and trained, and not while it prints lines anyway."""
+    monkeypatch.setattr("train.heartbeat.SECONDS", 0.001)
+    command(tmp_path / "run", "--log-every", "30", "--eval-every", "30")
+    printed = capsys.readouterr().out
+    for activity in (
+        "building the model",
+        "evaluating step 0 on the part train",
+        "compiling the training step",
+        r"step \d+ of 30",
+    ):
+        assert re.search(rf"^{activity} \(\d+ s\)$", printed, re.MULTILINE), activity
+    evaluate.main(["--run", str(tmp_path / "run")])
+    assert re.search(r"^train: 0 of \d+ tokens \(0 s\)$", capsys.readouterr().err, re.MULTILINE)
+    monkeypatch.setattr("train.heartbeat.SECONDS", 0.2)
+    lines = []
+    with heartbeat.heartbeat(lines.append), heartbeat.doing("sleeping"):
+        for _ in range(8):
+            time.sleep(0.05)
+            heartbeat.line_printed()
+        assert lines == []
+        time.sleep(0.5)
+    assert lines[0] == "sleeping (1 s)"
+
+
+def test_the_curve_has_a_caption(tmp_path, monkeypatch):
+    captions = []
+    monkeypatch.setattr(Figure, "supxlabel", lambda _, text, **__: captions.append(text))
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters("ab"), "")
+    run.draw_curve()
+    for step in range(25):
+        run.log({"step": step, "loss": 1 / (1 + step)})
+    run.draw_curve()
+    short, long = captions
+    assert short.startswith("RNN, 2,000 steps of 4 × 8 characters. Training steps: mean loss")
+    assert long.replace("\n", " ").endswith("that step. Losses above the axis are cut off.")
 
 
 def test_the_curve_leaves_out_what_it_cannot_draw(tmp_path):

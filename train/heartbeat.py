@@ -1,0 +1,58 @@
+"""Prints what a command is doing whenever it has printed nothing for a while."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+SECONDS, LATER = 10.0, 60.0
+"""Longest silence, in the first minutes of a command and afterwards."""
+FIRST_MINUTES = 10
+Activity = Callable[[], str]
+"""Describes what a command is doing, such as the step that it has reached."""
+
+_activities: list[tuple[Activity, float]] = []
+"""What the command is doing and since when, from the outermost activity to the innermost one."""
+_last_line = threading.Event()
+"""Set when a line is printed, from which the silence is measured anew."""
+
+
+@contextlib.contextmanager
+def doing(activity: str | Activity) -> Iterator[None]:
+    """Says what the command is doing in this context, for `heartbeat` to print."""
+    describe = activity if callable(activity) else lambda: activity
+    _activities.append((describe, time.monotonic()))
+    try:
+        yield
+    finally:
+        _activities.pop()
+
+
+def line_printed() -> None:
+    """Notes that the command has printed a line."""
+    _last_line.set()
+
+
+@contextlib.contextmanager
+def heartbeat(write: Callable[[str], object]) -> Iterator[None]:
+    """Writes a line about the innermost activity after each long silence, from another thread."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        begin = time.monotonic()
+        while not is_over.is_set():
+            is_late = time.monotonic() - begin > 60 * FIRST_MINUTES
+            if _last_line.wait(LATER if is_late else SECONDS):
+                _last_line.clear()
+            elif _activities:
+                describe, since = _activities[-1]
+                write(f"{describe()} ({time.monotonic() - since:.0f} s)")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        line_printed()
+        thread.join()
