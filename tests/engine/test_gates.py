@@ -45,6 +45,8 @@ def gru_step(fault, w, carry, x):
     h, c = carry
     (ir, iz, i_n), (hr, hz, hn) = gates_of(fault, w, x, h, 3)
     r, z = jax.nn.sigmoid(ir + hr), jax.nn.sigmoid(iz + hz)
+    if fault == "z, r, n":
+        r, z = z, r
     if fault == "reset before the product":
         n = jnp.tanh(i_n + (r * h) @ w["weight_hh_l0"][-SIZE:].T + w["bias_hh_l0"][-SIZE:])
     else:
@@ -53,18 +55,19 @@ def gru_step(fault, w, carry, x):
     return (h, c), h
 
 
-STATE = "agree, and the state after them departs"
+STATE = "gates in step 1: all agree, and the state after them departs"
 FAULTS = {
     (nn.LSTM, "a bias of gate 1"): "gates in step 1: i, g and o agree, f departs",
     (nn.LSTM, "a bias of the last"): "gates in step 1: i, f and g agree, o departs",
-    (nn.LSTM, "i, f, o, g"): "gates in step 1: i and f agree, g and o depart",
-    (nn.LSTM, "f, i, g, o"): f"gates in step 1: i, f, g and o {STATE}",
-    (nn.LSTM, "after"): "gates: all of them agree, so the code after them departs",
-    (nn.LSTM, "the gradient of a bias of the last"): "gradient of bias_hh_l0: only o departs",
+    (nn.LSTM, "i, f, o, g"): "gates: JAX uses the weights of i, f, o and g for i, f, g and o",
+    (nn.LSTM, "f, i, g, o"): "gates: JAX uses the weights of f, i, g and o for i, f, g and o",
+    (nn.LSTM, "after"): "gates: all agree, so the code after them departs",
+    (nn.LSTM, "the gradient of a bias of the last"): "gradient of bias_hh_l0 departs in o alone",
     (nn.GRU, "a bias of gate 1"): "gates in step 1: r and n agree, z departs",
     (nn.GRU, "a bias of the last"): "gates in step 1: r and z agree, n departs",
     (nn.GRU, "reset before the product"): "gates in step 1: r and z agree, n departs",
-    (nn.GRU, "the update"): f"gates in step 1: r, z and n {STATE}",
+    (nn.GRU, "z, r, n"): "gates: JAX uses the weights of z, r and n for r, z and n",
+    (nn.GRU, "the update"): STATE,
 }
 
 

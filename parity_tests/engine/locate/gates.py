@@ -1,6 +1,7 @@
 """Tell which gates of torch's LSTM or GRU depart. torch computes all of them in one operation."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class LayerGates:
 
 
 def gates_that_depart(problem: Problem, evidence: Evidence, call: Call) -> Iterator[str]:
-    """A remark on the gates of the culprit that depart, if it is an LSTM or GRU and JAX has gates.
+    """Remarks on the gates that depart, if the culprit is torch's LSTM or GRU and JAX has gates.
 
     Forward, the gates are searched for among all arrays that JAX computes. Backward, the gradients
     of the weights are compared gate by gate.
@@ -46,15 +47,30 @@ def gates_that_depart(problem: Problem, evidence: Evidence, call: Call) -> Itera
         return
     if evidence.direction is BACKWARD:
         yield from _gradients_that_depart(evidence, call, prefix)
-        return
+    else:
+        yield from _gates_that_depart(problem, evidence, call, weights)
 
-    # Look for the gates of all steps among JAX's arrays.
+
+def _gates_that_depart(
+    problem: Problem, evidence: Evidence, call: Call, weights: Arrays
+) -> Iterator[str]:
+    """The first step in which gates depart, and which ones; or their order in JAX."""
+    # Look for the gates of all steps among JAX's arrays, and for those of the first two steps if
+    # the gates have any other order.
+    names = GATES[call.kind]
     layers = [*layers_of(call, weights)]
     steps = [(layer, step) for layer in layers for step in range(len(layer.steps))]
+    orders = [order for order in map("".join, itertools.permutations(names)) if order != names]
+    if len(layers[0].steps) < 2:  # the second step tells how the first one combined its gates
+        orders = []
+    places = [(layer.where, step, layer.steps[step]) for layer, step in steps]
+    for order in orders:
+        first = next(layers_of(call, _in_order(weights, names, order), num_steps=2))
+        places += [(order, step, gates) for step, gates in enumerate(first.steps)]
     wanted = {
-        (layer.where, step, name): WantedArray(gate)
-        for layer, step in steps
-        for name, gate in layer.steps[step].items()
+        (where, step, name): WantedArray(gate)
+        for where, step, gates in places
+        for name, gate in gates.items()
     }
     search = Search([*wanted.values()])
     watch_jax(problem, evidence.reference, search.see, is_forward=True)
@@ -63,25 +79,34 @@ def gates_that_depart(problem: Problem, evidence: Evidence, call: Call) -> Itera
     agree = {place: each.error <= bound for place, each in wanted.items()}
     if not any(agree.values()):
         return
+    for order in orders:
+        if all(agree[order, step, name] for step in range(2) for name in names):
+            yield f"gates: JAX uses the weights of {_and(order)} for {_and(names)}"
+            return
 
     # The first step in which a gate departs tells which one, because all later ones depart, too.
     for layer, step in steps:
-        names = [*layer.steps[step]]
         right = [name for name in names if agree[layer.where, step, name]]
         wrong = [name for name in names if name not in right]
         if wrong and (right or step == 0):
             agreement = f"{_and(right)} {'agrees' if len(right) == 1 else 'agree'}, " * bool(right)
-            yield (
-                f"gates{layer.where} in step {step + 1}: {agreement}{_and(wrong)} {_departs(wrong)}"
-            )
+            departure = f"{_and(wrong)} {'departs' if len(wrong) == 1 else 'depart'}"
+            yield f"gates{layer.where} in step {step + 1}: {agreement}{departure}"
             return
         if wrong:
-            yield (
-                f"gates{layer.where} in step {step}: {_and(names)} agree, and the state after "
-                "them departs"
-            )
+            yield f"gates{layer.where} in step {step}: all agree, and the state after them departs"
             return
-    yield "gates: all of them agree, so the code after them departs"
+    yield "gates: all agree, so the code after them departs"
+
+
+def _in_order(weights: Arrays, names: str, order: str) -> Arrays:
+    """The weights with the gates in another order."""
+    result = dict(weights)
+    for key in weights:
+        if key.startswith(("weight_ih", "weight_hh", "bias_ih", "bias_hh")):
+            parts = dict(zip(names, np.split(weights[key], len(names)), strict=True))
+            result[key] = np.concatenate([parts[name] for name in order])
+    return result
 
 
 def _gradients_that_depart(evidence: Evidence, call: Call, prefix: str) -> Iterator[str]:
@@ -96,11 +121,14 @@ def _gradients_that_depart(evidence: Evidence, call: Call, prefix: str) -> Itera
         errors = [rms(ours - theirs) / rms(gradient) for ours, theirs in zip(*parts, strict=True)]
         wrong = [n for n, error in zip(names, errors, strict=True) if error > evidence.min_bound]
         if 0 < len(wrong) < len(names):
-            yield f"gradient of {key.removeprefix(prefix)}: only {_and(wrong)} {_departs(wrong)}"
+            yield f"gradient of {key.removeprefix(prefix)} departs in {_and(wrong)} alone"
 
 
-def layers_of(call: Call, weights: Arrays) -> Iterator[LayerGates]:
-    """The gates of each layer and direction of a torch LSTM or GRU, from its recorded inputs."""
+def layers_of(call: Call, weights: Arrays, num_steps: int | None = None) -> Iterator[LayerGates]:
+    """The gates of each layer and direction of a torch LSTM or GRU, from its recorded inputs.
+
+    With `num_steps`, only the first steps of the input are read.
+    """
     options = {
         "num_layers": 1,
         "bidirectional": False,
@@ -114,7 +142,7 @@ def layers_of(call: Call, weights: Arrays) -> Iterator[LayerGates]:
         x = x[:, None] if x.ndim == 2 else x.swapaxes(0, 1) if options["batch_first"] else x
         directions = ("", "_reverse")[: 1 + options["bidirectional"]]
         suffixes = [[f"_l{i}{each}" for each in directions] for i in range(options["num_layers"])]
-    count = sum(map(len, suffixes))
+    x, count = x[:num_steps], sum(map(len, suffixes))
     states = [state.reshape(count, x.shape[1], -1) for state in states]
     states = iter(zip(*states, strict=True) if states else [()] * count)
     for layer in suffixes:
@@ -124,7 +152,8 @@ def layers_of(call: Call, weights: Arrays) -> Iterator[LayerGates]:
             order = slice(None, None, -1 if suffix.endswith("_reverse") else 1)
             steps, ys = _run(call.kind, own, x[order], next(states))
             outputs.append(ys[order])
-            yield LayerGates(f" of {suffix[1:]}" if count > 1 else "", steps[:MOST_STEPS])
+            where = f" of layer {suffix[2:].replace('_', ', ')}" if count > 1 else ""
+            yield LayerGates(where, steps[:MOST_STEPS])
         x = np.concatenate(outputs, -1)
 
 
@@ -160,7 +189,3 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _and(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _departs(names: Sequence[str]) -> str:
-    return "departs" if len(names) == 1 else "depart"
