@@ -60,15 +60,34 @@ def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major:
 
 
 def checked_lengths(
-    lengths, batch_shape: tuple[int, ...], time: int
+    lengths,
+    batch_shape: tuple[int, ...],
+    time: int | Int[Array, " batch"],
+    name: str = "lengths",
 ) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
     """Returns the results of `lengths_within`, or None and None if `lengths` is None."""
     if lengths is None:
         return None, None
     if not isinstance(lengths, jax.Array):
-        lengths = as_array("lengths", lengths, np.asarray)
-    lengths = checked_array("lengths", lengths, Int, batch_shape)
-    return lengths_within(lengths.reshape(-1), time)
+        lengths = as_array(name, lengths, np.asarray)
+    lengths = checked_array(name, lengths, Int, batch_shape)
+    return lengths_within(lengths.reshape(-1), time, name)
+
+
+def checked_spans(
+    lengths, starts, batch_shape: tuple[int, ...], time: int
+) -> tuple[Int[Array, " batch"] | None, Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
+    """Returns the number of real steps of each row, the number of steps before them, and a mask.
+
+    Row b has the real steps starts[b] ≤ t < lengths[b]. The mask is that of `lengths_within`.
+    """
+    ends, outside = checked_lengths(lengths, batch_shape, time)
+    if starts is None:
+        return ends, None, outside
+    limit = time if ends is None else ends
+    starts, of_starts = checked_lengths(starts, batch_shape, limit, "starts")
+    ends = jnp.full_like(starts, time) if ends is None else ends
+    return ends - starts, starts, of_starts if outside is None else outside | of_starts
 
 
 def checked_reset(
