@@ -60,18 +60,12 @@ def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major:
 
 
 def checked_lengths(
-    lengths,
-    batch_shape: tuple[int, ...],
-    time: int | Int[Array, " batch"],
-    name: str = "lengths",
+    lengths, batch_shape: tuple[int, ...], time: int
 ) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
     """Returns the results of `lengths_within`, or None and None if `lengths` is None."""
     if lengths is None:
         return None, None
-    if not isinstance(lengths, jax.Array):
-        lengths = as_array(name, lengths, np.asarray)
-    lengths = checked_array(name, lengths, Int, batch_shape)
-    return lengths_within(lengths.reshape(-1), time, name)
+    return lengths_within(_checked_counts("lengths", lengths, batch_shape), time)
 
 
 def checked_spans(
@@ -84,10 +78,20 @@ def checked_spans(
     ends, outside = checked_lengths(lengths, batch_shape, time)
     if starts is None:
         return ends, None, outside
-    limit = time if ends is None else ends
-    starts, of_starts = checked_lengths(starts, batch_shape, limit, "starts")
-    ends = jnp.full_like(starts, time) if ends is None else ends
-    return ends - starts, starts, of_starts if outside is None else outside | of_starts
+    starts = _checked_counts("starts", starts, batch_shape)
+    starts, early = lengths_within(starts, time if ends is None else ends, "starts")
+    if outside is None or early is None:  # unknown lengths also make it unknown which starts fit
+        outside = early
+    else:
+        outside |= early
+    return (time if ends is None else ends) - starts, starts, outside
+
+
+def _checked_counts(name: str, counts, shape: tuple[int, ...]) -> Any:
+    """Returns numbers of steps (batch,), which may be a single one if unbatched."""
+    if not isinstance(counts, jax.Array):
+        counts = as_array(name, counts, np.asarray)
+    return checked_array(name, counts, Int, shape).reshape(-1)
 
 
 def checked_reset(

@@ -220,7 +220,8 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, starts, outside = checked_spans(lengths, starts, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
         # Move rows that are padded on the left, so that the layer sees padding only at the end.
-        x, reset = (roll_rows(array, starts, back=True) for array in (x, reset))
+        x = roll_rows(x, starts, back=True)
+        reset = roll_rows(reset, starts, back=True)
 
         # Set the padding to zero before and after the layer, so that its content cannot reach a
         # result.

@@ -332,7 +332,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {steps}")
         ends, starts, outside = checked_spans(lengths, starts, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
-        tokens, reset = (roll_rows(array, starts, back=True) for array in (tokens, reset))
+        tokens = roll_rows(tokens, starts, back=True)
+        reset = roll_rows(reset, starts, back=True)
         stack = self.stack
         if reset is not None and not stack.resettable:
             raise NotImplementedError(f"{type(self).__name__}: reset: {stack.unresettable_reason}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_models.ops.time_axis import states_between
+
+Sequences = TypeVar("Sequences", bound=Array | None)
 
 
 @partial(
@@ -151,7 +153,7 @@ def reverse_time(
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
 
 
-def roll_rows(x: Any, steps: Int[Array, " batch"] | None, *, back: bool = False) -> Any:
+def roll_rows(x: Sequences, steps: Int[Array, " batch"] | None, *, back: bool = False) -> Sequences:
     """Moves each row of x (batch, time, …) forward by `steps` in 0 … time, or back.
 
     Steps that leave at one end enter at the other. If x or `steps` is None, returns x.
