@@ -43,8 +43,9 @@ def from_keras(
 
     x and y are the input and output of the Keras layer with `return_sequences=True`. The state's
     arrays are Keras's states with a leading axis of size 1. For a Keras mask that marks padding at
-    the end, pass `lengths=mask.sum(axis=1)`. In the padding, Keras repeats the last output, whereas
-    the layer returned here outputs zeros. With `go_backwards` the layer is a `Reversed`, whose
+    the end, pass `lengths=mask.sum(axis=1)`, and at the start, `starts=(~mask).sum(axis=1)`. In the
+    padding, Keras repeats the last output unless `zero_output_for_mask` is set, whereas the layer
+    returned here outputs zeros. With `go_backwards` the layer is a `Reversed`, whose
     outputs are in the order of x, whereas Keras returns them in reverse. A `Bidirectional` becomes
     a `Bidirectional`, and an `RNN` of a list of cells becomes a `Stack`, whose state is a tuple of
     the layers' states. No layer of this package keeps a state between calls, so a `stateful` layer

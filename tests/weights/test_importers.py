@@ -291,7 +291,11 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
     leaves = [drawn(*leaf.shape) for leaf in leaves]
     lengths = np.array([TIME, 4, 1])
     mask = np.arange(TIME) < lengths[:, None]
-    for given, masked in ((leaves, None), (None, mask)):
+    for given, masked, masks in (
+        (leaves, None, {}),
+        (None, mask, {"lengths": lengths}),
+        (None, mask[:, ::-1], {"starts": TIME - lengths}),
+    ):
         if given and "RNN of" in name and "Bidirectional" in name:
             continue  # Keras does not accept initial states here
         initial = [leaf[0] for leaf in leaves] if given else None
@@ -299,9 +303,9 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
             initial = [initial[:2], *initial[2:]]  # an LSTM cell's state has two arrays
         y, *last = original(x, initial_state=initial, mask=masked)
         state = jax.tree.unflatten(structure, leaves) if given else None
-        y_ours, last_ours = ours(x, state, lengths=None if masked is None else lengths)
+        y_ours, last_ours = ours(x, state, **masks)
         y = np.flip(y, axis=1) if "go_backwards" in name else np.asarray(y)
-        real = mask if masked is not None and "zeros" not in name else np.ones_like(mask)
+        real = np.ones_like(mask) if masked is None or "zeros" in name else masked
         assert_same(y_ours[real], y[real], "outputs")
         for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):
             assert_same(a[0], np.asarray(b), "state")
