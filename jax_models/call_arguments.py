@@ -65,10 +65,33 @@ def checked_lengths(
     """Returns the results of `lengths_within`, or None and None if `lengths` is None."""
     if lengths is None:
         return None, None
-    if not isinstance(lengths, jax.Array):
-        lengths = as_array("lengths", lengths, np.asarray)
-    lengths = checked_array("lengths", lengths, Int, batch_shape)
-    return lengths_within(lengths.reshape(-1), time)
+    return lengths_within(_checked_counts("lengths", lengths, batch_shape), time)
+
+
+def checked_spans(
+    lengths, starts, batch_shape: tuple[int, ...], time: int
+) -> tuple[Int[Array, " batch"] | None, Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
+    """Returns the number of real steps of each row, the number of steps before them, and a mask.
+
+    Row b has the real steps starts[b] ≤ t < lengths[b]. The mask is that of `lengths_within`.
+    """
+    ends, outside = checked_lengths(lengths, batch_shape, time)
+    if starts is None:
+        return ends, None, outside
+    starts = _checked_counts("starts", starts, batch_shape)
+    starts, early = lengths_within(starts, time if ends is None else ends, "starts")
+    if outside is None or early is None:  # unknown lengths also make it unknown which starts fit
+        outside = early
+    else:
+        outside |= early
+    return (time if ends is None else ends) - starts, starts, outside
+
+
+def _checked_counts(name: str, counts, shape: tuple[int, ...]) -> Any:
+    """Returns numbers of steps (batch,), which may be a single one if unbatched."""
+    if not isinstance(counts, jax.Array):
+        counts = as_array(name, counts, np.asarray)
+    return checked_array(name, counts, Int, shape).reshape(-1)
 
 
 def checked_reset(

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.call_arguments import (
     State,
     checked_features,
-    checked_lengths,
     checked_reset,
+    checked_spans,
     checked_state,
     checked_step_reset,
     state_batch_axes,
@@ -23,6 +23,7 @@ from jax_models.call_arguments import (
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import checked_count, set_rows_to_nan
+from jax_models.ops.rows import roll_rows
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
@@ -165,6 +166,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         state: State | None = None,
         *,
         lengths: Int[ArrayLike, " batch"] | None = None,
+        starts: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch time"] | Bool[ArrayLike, "time batch"] | None = None,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Runs over whole sequences.
@@ -179,17 +181,24 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
                 backward direction starts there. Under `jit`, where no error can be raised, a length
                 outside that range makes the row's outputs and state NaN, and positions in the state
                 count the nearest length inside.
+            starts: the number of padding steps before each row, for rows that are padded on the
+                left. The real steps of row b are starts[b] ≤ t < lengths[b], and all results are
+                those of these steps alone: outputs in the padding are zero, the given state is the
+                one before the first real step, and a backward direction ends there. None: 0.
             reset: True at the first step of each document or episode: the state restarts before
                 that step, so that packed documents do not see each other. The layout is that of x
-                without features: (batch, time), or (time, batch) with `time_major=True`.
+                without features: (batch, time), or (time, batch) with `time_major=True`. A backward
+                direction restarts at the end of each document, and its last state is that of the
+                row's first document, so mark padding at the start of a row in `starts` instead.
 
         Returns:
             The outputs, in x's layout, and the state after the last step.
 
         Raises:
-            TypeError: x is not floating, lengths are not integers, reset is not bool, or the
-                structure of the state differs from that of `init_state`.
-            ValueError: a rank or size is wrong, or a length lies outside 0 … time.
+            TypeError: x is not floating, lengths or starts are not integers, reset is not bool, or
+                the structure of the state differs from that of `init_state`.
+            ValueError: a rank or size is wrong, a length lies outside 0 … time, or a start lies
+                outside 0 … its row's length.
             NotImplementedError: `reset` is given to a layer that is not resettable.
 
         """
@@ -208,14 +217,17 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
             start: Any = self.start(batch_size)
         else:
             start = checked_state(self, state, batch_size, batched=batched)
-        lengths, outside = checked_lengths(lengths, batch_shape, time)
+        lengths, starts, outside = checked_spans(lengths, starts, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
+        # Move rows that are padded on the left, so that the layer sees padding only at the end.
+        x = roll_rows(x, starts, back=True)
+        reset = roll_rows(reset, starts, back=True)
 
         # Set the padding to zero before and after the layer, so that its content cannot reach a
         # result.
         rows = Rows.of(time, lengths, reset, self.time_axis)
         y, last_state = self.joined_sequence(rows.masked(x), start, rows)
-        y = rows.masked(y)
+        y = roll_rows(rows.masked(y), starts)
         # Under `jit`, a wrong length cannot raise an error, so the row becomes NaN.
         if outside is not None:
             y, last_state = set_rows_to_nan(outside, (y, last_state), (0, state_batch_axes(self)))

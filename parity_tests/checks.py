@@ -3,6 +3,7 @@
 import io
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from parity_tests.weight_checks import (
 CHECKS: dict[str, Callable[[Subject], None]] = {}
 LENGTHS = np.array([TIME, 3, 0])
 PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
+STARTS, ENDS = np.array([0, 3, 1]), np.array([TIME, TIME, 4])
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
@@ -177,6 +179,37 @@ def padding_has_no_influence(subject: Subject):
         padded = y[row, :length], subject.state_rows([row], last)
         unpadded = y_unpadded[row], subject.state_rows([row], last_unpadded)
         assert_same_tree(padded, unpadded, f"row {row} and the same row unpadded")
+
+
+@check
+def left_padding_has_no_influence(subject: Subject):
+    """With `starts`, a row that is padded on the left gives the results of the row alone."""
+    if not subject.case.takes_starts:
+        return
+    step, reset = np.arange(TIME)[None, :], NO_RESET.copy()
+    real = (step >= STARTS[:, None]) & (step < ENDS[:, None])
+    x = subject.x if subject.is_language_model else np.where(real[..., None], subject.x, np.nan)
+    call = partial(subject.results_and_gradients, subject.params, subject.state)
+    y, last, _ = call(x, ENDS, reset, starts=STARTS)
+    assert (y[~real] == 0).all(), "the outputs of the padding are not zero"
+    for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
+        y_alone, last_alone = subject.call_steps(start, end, subject.state)
+        padded = y[row, start:end], subject.state_rows([row], last)
+        alone = y_alone[row], subject.state_rows([row], last_alone)
+        assert_same_tree(padded, alone, f"row {row} and the same row without padding")
+
+    # Rows of several documents have the results and gradients that they have with padding after
+    # them.
+    reset[[0, 1, 2], [2, 5, 1]] = True
+    to_left = (np.arange(BATCH)[:, None], (step + STARTS[:, None]) % TIME)
+    y, last, (of_params, of_x) = call(x, ENDS, reset, starts=STARTS)
+    y_right, last_right, (of_params_right, of_x_right) = call(
+        x[to_left], ENDS - STARTS, reset[to_left]
+    )
+    assert_same_tree((y[to_left], last), (y_right, last_right), "padding on the left and the right")
+    assert_same_gradients(of_params, of_params_right, "gradients of the parameters")
+    if of_x is not None:
+        assert_same(of_x[to_left], of_x_right, "gradients of the inputs")
 
 
 @check

@@ -57,17 +57,19 @@ class Subject:
         )
         return y, last, gradient
 
-    def results_and_gradients(self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET):
+    def results_and_gradients(
+        self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET, **starts: np.ndarray
+    ):
         """The outputs, the last state, and the gradients with respect to the parameters and x.
 
         For a language model, whose inputs are tokens, the gradient with respect to x is None.
         """
         reset = reset if self.case.resettable else None
-        return jax.device_get(self._masked(params, state, x, lengths, reset))
+        return jax.device_get(self._masked(params, state, x, lengths, reset, **starts))
 
-    def _results_and_gradients(self, params, state, x, lengths, reset):
+    def _results_and_gradients(self, params, state, x, lengths, reset, **starts):
         return self._differentiated(
-            lambda layer, x: layer(x, state, lengths=lengths, reset=reset), params, x
+            lambda layer, x: layer(x, state, lengths=lengths, reset=reset, **starts), params, x
         )
 
     def read(self, read: Callable[[Any, Any], tuple[Any, Any]], x):

@@ -21,6 +21,11 @@ from jax_models.weights import Table, Weight, nested, same, stacked, summed
 from jax_models.weights.layouts import params_of
 
 KINDS: dict[str, Kind] = {"SimpleRNN": RNN, "LSTM": LSTM, "GRU": GRU}
+UNSUPPORTED = {
+    "stateful": "set it to False, and pass the state that each call returns to the next call",
+    "time_major": "set it to False, and swap the first two axes of x and y around the call",
+}
+"""Options of Keras's layers that change what a call does, and what to do instead."""
 TWO_GATES_SWAPPED = (1, 0, 2)
 """Swaps the first two gates: Keras's GRU has them in the order z, r, h, and ours in r, z, n."""
 
@@ -38,22 +43,26 @@ def from_keras(
 
     x and y are the input and output of the Keras layer with `return_sequences=True`. The state's
     arrays are Keras's states with a leading axis of size 1. For a Keras mask that marks padding at
-    the end, pass `lengths=mask.sum(axis=1)`. In the padding, Keras repeats the last output, whereas
-    the layer returned here outputs zeros. With `go_backwards` the layer is a `Reversed`, whose
+    the end, pass `lengths=mask.sum(axis=1)`, and at the start, `starts=(~mask).sum(axis=1)`. In the
+    padding, Keras repeats the last output unless `zero_output_for_mask` is set, whereas the layer
+    returned here outputs zeros. With `go_backwards` the layer is a `Reversed`, whose
     outputs are in the order of x, whereas Keras returns them in reverse. A `Bidirectional` becomes
     a `Bidirectional`, and an `RNN` of a list of cells becomes a `Stack`, whose state is a tuple of
-    the layers' states. Dropout is left out. Keras itself is not imported. To write the weights back
+    the layers' states. No layer of this package keeps a state between calls, so a `stateful` layer
+    is refused: pass the returned state to the next call. Dropout, regularizers and constraints,
+    which only training uses, are left out. Keras itself is not imported. To write the weights back
     to Keras, use `keras_table`.
 
     Args:
         layer: a built `keras.layers.LSTM`, `GRU` or `SimpleRNN`, an `RNN` of one or several of
             their cells, or a `Bidirectional` of these that joins its outputs
             (`merge_mode="concat"`).
-        dtype: the computation's dtype.
+        dtype: the computation's dtype. None: that of Keras's dtype policy, such as bfloat16 for
+            "mixed_bfloat16".
 
     Raises:
-        ValueError: the layer or one of its cells is of another class, is not built, or has an
-            activation or a merge mode that no layer of this package supports.
+        ValueError: the layer or one of its cells is of another class, is not built, is stateful, or
+            has an activation or a merge mode that no layer of this package supports.
 
     """
     kind = type(layer).__name__
@@ -172,6 +181,9 @@ def _one_direction(layer: Any, dtype: Any) -> RecurrentStack | Stack:
         raise ValueError(f"layer: expected {expected}, got {kind}")
     if not layer.built:
         raise ValueError(f"layer: {layer.name} has no weights yet: build it, or call it once")
+    for option, instead in UNSUPPORTED.items():
+        if getattr(layer, option, False):
+            raise ValueError(f"layer: {layer.name}: expected {option}=False, got True: {instead}")
     if type(layer.cell).__name__ == "StackedRNNCells":
         return Stack([_of_cell(cell, dtype) for cell in layer.cell.cells])
     return _of_cell(layer.cell, dtype)
@@ -191,6 +203,8 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
                 f"layer: {type(cell).__name__} {cell.name}: expected {name} "
                 f"{' or '.join(map(repr, expected))}, got {config[name]!r}"
             )
+    if dtype is None and cell.compute_dtype != cell.variable_dtype:
+        dtype = cell.compute_dtype
     # The remaining settings become options of the layer, whose sizes come from the weights.
     options: dict[str, Any] = {}
     if kind == "SimpleRNN":

@@ -26,7 +26,7 @@ ACTIVATIONS = {"RNN": ("tanh",), "LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("s
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 WEIGHTS = ("W", "R", "B", "P")
 ATTRIBUTES = {"direction", "hidden_size", "layout", "linear_before_reset", "activations"}
-"""The attributes from which a layer is built. All others must be absent or zero."""
+"""The attributes from which a layer is built. `clip` must be absent, and all others absent or 0."""
 
 
 @checked_options
@@ -88,7 +88,9 @@ def from_onnx(
     names = dict(zip(INPUTS, proto.input, strict=False))
     for name in ("sequence_lens", "initial_h", "initial_c"):
         constant = held.get(names.get(name, ""))
-        if constant is not None and onnx.numpy_helper.to_array(constant).any():
+        if constant is None:
+            continue
+        if name == "sequence_lens" or onnx.numpy_helper.to_array(constant).any():
             raise ValueError(f"{where}: {name} is a constant of the graph, which no layer holds")
     # Weights that the caller gives take precedence over those of the graph.
     given = held | dict(weights or {})
@@ -179,7 +181,7 @@ def _layer(
 ) -> RecurrentStack | Reversed:
     # Refuse attributes and shapes that no layer of this package can represent.
     for name in attributes.keys() - ATTRIBUTES:
-        if np.any(attributes[name]):
+        if name == "clip" or np.any(attributes[name]):
             raise ValueError(f"{where}: no layer has its {name}={attributes[name]}")
     direction = attributes.get("direction", b"forward").decode()
     count = 2 if direction == "bidirectional" else 1

@@ -32,7 +32,9 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
 
     Args:
         forward: the layer that runs from the first step to the last.
-        backward: the layer that runs from the last step (of each row's `lengths`) to the first.
+        backward: the layer that runs from the last step to the first, in each row from its
+            `lengths` to its `starts`. With `reset`, its last state is that of the row's first
+            document, even if that document is padding.
 
     Raises:
         TypeError: one of the two is not a `SequenceLayer`.

@@ -16,7 +16,7 @@ class Reversed(SequenceLayer[State]):
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
     The given state is the one before the last step, and the returned state is the one after the
-    first. With `lengths`, each row starts at its own last step.
+    first. With `lengths` and `starts`, each row runs from its own last step to its own first step.
 
     Args:
         layer: a layer that runs from the first step to the last and has a `step`.

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
 from jax_models.call_arguments import (
-    checked_lengths,
     checked_reset,
+    checked_spans,
     checked_state,
     checked_step_reset,
     state_batch_axes,
@@ -29,7 +29,7 @@ from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, set_rows_to_nan
-from jax_models.ops.rows import Rows
+from jax_models.ops.rows import Rows, roll_rows
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
@@ -149,10 +149,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
         x = dropout(embedding_scale · embedding(tokens) + pos_embedding(position))
         logits = head(norm(blocks(x)))
 
-    A model is called like a sequence layer, with a state in and out, `step`, `lengths` and `reset`.
-    A model with a `context_length` counts positions from its state, or from the last `reset`. Its
-    logits are NaN beyond that length and, under `jit`, for tokens outside the vocabulary and for
-    rows whose length lies outside 0 … time.
+    A model is called like a sequence layer, with a state in and out, `step`, `lengths`, `starts`
+    and `reset`. A model with a `context_length` counts positions from its state, or from the last
+    `reset`. Its logits are NaN beyond that length and, under `jit`, for tokens outside the
+    vocabulary and for rows whose length lies outside 0 … time.
 
     Args:
         config: the config, which holds the size of the vocabulary, and the `context_length` if
@@ -287,23 +287,23 @@ class LanguageModel(CheckedOptions, nnx.Module):
         state: LanguageModelState | None = None,
         *,
         lengths: Int[ArrayLike, " batch"] | None = None,
+        starts: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch time"] | None = None,
     ) -> tuple[Float[Array, "batch time vocab"], LanguageModelState]:
         """Runs over whole sequences. The arguments are those of a `SequenceLayer`.
 
         Raises:
-            TypeError: tokens or lengths are not integers, reset is not bool, or the structure of
-                the state differs from that of `init_state`.
+            TypeError: tokens, lengths or starts are not integers, reset is not bool, or the
+                structure of the state differs from that of `init_state`.
             ValueError: a rank or size is wrong, a token is not in the vocabulary, or the sequence
                 exceeds `context_length`.
 
         """
-        x, layers, after, rows, outside = self._hidden(tokens, state, lengths, reset)
-        logits = rows.masked(self.unembed(x))
+        x, last, rows, starts, outside = self._hidden(tokens, state, lengths, starts, reset)
+        logits = roll_rows(rows.masked(self.unembed(x)), starts)
         if outside is not None:
-            axes = state_batch_axes(self.stack)
-            logits, layers = set_rows_to_nan(outside, (logits, layers), (0, axes))
-        return logits, LanguageModelState(layers, after)
+            logits, last = set_rows_to_nan(outside, (logits, last), (0, state_batch_axes(self)))
+        return logits, last
 
     @with_auto_axes
     def last_logits(
@@ -318,12 +318,12 @@ class LanguageModel(CheckedOptions, nnx.Module):
         In a model with a large vocabulary, the logits of the other tokens would take most of the
         time. Each length must lie in 1 … time.
         """
-        x, layers, after, _, _ = self._hidden(tokens, state, lengths, None)
+        x, last, _, _, _ = self._hidden(tokens, state, lengths, None, None)
         x = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self.unembed(x)[:, 0], LanguageModelState(layers, after)
+        return self.unembed(x)[:, 0], last
 
-    def _hidden(self, tokens, state, lengths, reset):
-        """Returns what `unembed` reads, the state after it, and the rows."""
+    def _hidden(self, tokens, state, lengths, starts, reset):
+        """Returns what `unembed` reads, the state after it, the rows, and how to place them."""
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
@@ -334,8 +334,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
         steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
         if limit is not None and steps > limit and reset is None:
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {steps}")
-        ends, outside = checked_lengths(lengths, (batch_size,), time)
+        ends, starts, outside = checked_spans(lengths, starts, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
+        tokens = roll_rows(tokens, starts, back=True)
+        reset = roll_rows(reset, starts, back=True)
         stack = self.stack
         if reset is not None and not stack.resettable:
             raise NotImplementedError(f"{type(self).__name__}: reset: {stack.unresettable_reason}")
@@ -349,7 +351,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
         positions, after = rows.positions(before, time)
         x = rows.masked(self.embed(tokens, positions))
         x, layers = stack.sequence(stack.split(x), start, rows)
-        return self.norm(rows.masked(self.read_out(x))), layers, after, rows, outside
+        x = self.norm(rows.masked(self.read_out(x)))
+        return x, LanguageModelState(layers, after), rows, starts, outside
 
     def step(
         self,

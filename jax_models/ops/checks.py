@@ -71,23 +71,25 @@ def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | Non
 
 
 def lengths_within(
-    lengths: Int[ArrayLike, " batch"], time: int
+    lengths: Int[ArrayLike, " batch"], time: int | Int[Array, " batch"], name: str = "lengths"
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"] | None]:
     """Returns `lengths` as int32 in 0 … time, and a mask of rows whose results must become NaN.
 
     Under `jit`, where the values are unknown, a length outside that range is replaced with the
     nearest inside, and the mask marks its row. Outside `jit`, it raises an error, and the mask is
-    None.
+    None. Each row may have its own `time`.
     """
-    if isinstance(lengths, Tracer):
+    if isinstance(lengths, Tracer) or isinstance(time, Tracer):
+        lengths = jnp.asarray(lengths)
         dtype = lengths.dtype if lengths.dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
         limits = (jnp.asarray(limit, dtype) for limit in (0, time))
         inside = jnp.clip(lengths.astype(dtype), *limits)
         return inside.astype(jnp.int32), inside != lengths.astype(dtype)
     values = np.asarray(lengths)
-    outside = (values < 0) | (values > time)
+    outside = (values < 0) | (values > (time if np.ndim(time) == 0 else np.asarray(time)))
     if outside.any():
-        raise ValueError(f"lengths: expected values in 0 … {time}, got {values[outside].tolist()}")
+        limit = time if np.ndim(time) == 0 else "the row's length"
+        raise ValueError(f"{name}: expected values in 0 … {limit}, got {values[outside].tolist()}")
     return jnp.asarray(values, jnp.int32), None
 
 

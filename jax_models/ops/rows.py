@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_models.ops.time_axis import states_between
+
+Sequences = TypeVar("Sequences", bound=Array | None)
 
 
 @partial(
@@ -50,7 +52,7 @@ class Rows:
         """
         if time_axis is not None and lengths is not None:
             raise NotImplementedError(
-                f"lengths: expected None where time is divided over the axis {time_axis!r}"
+                f"lengths, starts: expected None where time is divided over the axis {time_axis!r}"
             )
         if lengths is None:
             return cls(reset=reset, time_axis=time_axis)
@@ -149,6 +151,22 @@ def reverse_time(
     t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
     index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
+def roll_rows(x: Sequences, steps: Int[Array, " batch"] | None, *, back: bool = False) -> Sequences:
+    """Moves each row of x (batch, time, …) forward by `steps` in 0 … time, or back.
+
+    Steps that leave at one end enter at the other. If x or `steps` is None, returns x.
+    """
+    if x is None or steps is None:
+        return x
+    time = x.shape[1]
+    if back:
+        index = jnp.arange(-time, 0, dtype=steps.dtype)[None, :] + steps[:, None]
+    else:
+        index = jnp.arange(time, dtype=steps.dtype)[None, :] - steps[:, None]
+    index = index.reshape(index.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)  # a negative index counts from the end
 
 
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:

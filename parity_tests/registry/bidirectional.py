@@ -9,6 +9,7 @@ from jax_models import RNN, Bidirectional
 from parity_tests.registry.case import Case
 from parity_tests.registry.mutation import (
     DOCUMENTS,
+    LEFT_PADDING,
     PADDING,
     PAST_AND_FUTURE,
     Mutation,
@@ -35,6 +36,11 @@ CASES = [
 ]
 
 
+def unmoved(_):
+    """Leaves rows that are padded on the left in place."""
+    return lambda x, steps, *, back=False: x
+
+
 def reversing_padding(_):
     """Reverses each row from its last column, whatever its length."""
     return lambda x, lengths: jnp.flip(x, axis=1)
@@ -53,6 +59,7 @@ MUTATIONS = [
             check,
         )
         for name, function, wrong, check in (
+            ("starts ignored", "sequence.roll_rows", unmoved, LEFT_PADDING),
             ("padding reversed, too", "layers.reversed.reverse_time", reversing_padding, PADDING),
             ("resets not reversed", "ops.rows.document_ends", identity, DOCUMENTS),
             ("nothing reversed", "layers.reversed.reverse_time", identity, PAST_AND_FUTURE),

@@ -220,6 +220,11 @@ class Case:
         return self._sequence_layer.resettable
 
     @property
+    def takes_starts(self) -> bool:
+        """True if the JAX layer takes `starts`."""
+        return isinstance(self.abstract(), SequenceLayer | LanguageModel)
+
+    @property
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
         return layer.stack if isinstance(layer, LanguageModel) else layer

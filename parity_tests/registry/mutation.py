@@ -21,6 +21,7 @@ CUT = "cut equals uncut"
 ROWS = "batch rows are independent"
 PAST_AND_FUTURE = "future has no influence and far past has"
 PADDING = "padding has no influence"
+LEFT_PADDING = "left padding has no influence"
 DOCUMENTS = "documents in a row stay apart"
 TRAJECTORY = "optimizer follows the same trajectory"
 

@@ -1,5 +1,6 @@
 """silero-VAD 6, at both sample rates."""
 
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -38,8 +39,7 @@ class SileroVADFrames(SileroVAD):
         `lengths` counts frames.
         """
         samples = None if lengths is None else lengths * self.frame_length
-        batch_size, frames, frame_length = audio.shape
-        audio = audio.reshape(batch_size, frames * frame_length)
+        audio = audio.reshape(audio.shape[0], math.prod(audio.shape[1:]))
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
         return y[..., None], state
 

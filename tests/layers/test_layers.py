@@ -44,14 +44,14 @@ def test_time_major_is_batch_major_transposed():
     x = inputs(3, 7, 5)
     reset = np.zeros((3, 7), bool)
     reset[1, 4] = True
-    lengths = np.array([7, 6, 2])
-    y, state = lstm()(x, lengths=lengths, reset=reset)
+    masks = {"lengths": np.array([7, 6, 2]), "starts": np.array([0, 2, 1])}
+    y, state = lstm()(x, **masks, reset=reset)
     time_major = lstm(time_major=True)
-    y_time, state_time = time_major(x.swapaxes(0, 1), lengths=lengths, reset=reset.T)
+    y_time, state_time = time_major(x.swapaxes(0, 1), **masks, reset=reset.T)
     np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
     np.testing.assert_array_equal(state_time.c, state.c)
-    y_t, _ = time_major.step(x[:, 0], time_major.init_state(3))
-    np.testing.assert_allclose(y_t, y[:, 0], rtol=1e-6)
+    y_t, _ = time_major.step(x[:1, 0], time_major.init_state(1))
+    np.testing.assert_allclose(y_t, y[:1, 0], rtol=1e-6)
 
 
 def test_unbatched_is_a_batch_of_one():
@@ -120,6 +120,10 @@ REFUSED = [
     *(
         ("lengths:", partial(lstm(), X, lengths=np.array(lengths)))
         for lengths in ([1, 2, 3], [1.0, 2.0], [1, 4])
+    ),
+    *(
+        ("starts:", partial(lstm(), X, lengths=np.array([3, 1]), starts=np.array(starts)))
+        for starts in ([1, 2, 3], [1.0, 1.0], [0, 2], [-1, 0])
     ),
     ("reset:", lambda: step(X[:, 0], reset=np.zeros((2, 1), bool))),
     ("reset:", lambda: lstm()(X, reset=np.zeros((3, 2), bool))),
@@ -202,7 +206,7 @@ def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
         RNNLanguageModelConfig().build,
     ],
 )
-def test_traced_lengths_outside_make_their_rows_nan(build):
+def test_traced_lengths_and_starts_outside_make_their_rows_nan(build):
     """`tests/ops/test_op_arguments.py` tests the operators and their states."""
     layer = build(rngs=nnx.Rngs(0))
     x = inputs(4, 3, 6) if isinstance(layer, SequenceLayer) else np.ones((4, 3), int)
@@ -210,6 +214,10 @@ def test_traced_lengths_outside_make_their_rows_nan(build):
     y = run(np.array([4, -1, 2, 3]))
     np.testing.assert_array_equal(y[2:], run(np.array([3, 0, 2, 3]))[2:])
     assert np.isnan(y[:2]).all()
+    ends = np.array([3, 1, 2, 3])
+    y = jax.jit(lambda starts: layer(x, lengths=ends, starts=starts)[0])(np.array([-1, 2, 2, 1]))
+    assert np.isnan(y[:2]).all()
+    assert np.isfinite(y[2:]).all()
 
 
 def test_a_layer_of_ones_own_takes_rows():

@@ -137,7 +137,13 @@ def test_help_shows_the_signature(name):
 
 
 def test_a_layer_that_is_called_has_the_signature_of_the_call():
-    assert [*inspect.signature(build("LSTM")).parameters] == ["x", "state", "lengths", "reset"]
+    assert [*inspect.signature(build("LSTM")).parameters] == [
+        "x",
+        "state",
+        "lengths",
+        "starts",
+        "reset",
+    ]
 
 
 MODEL = RNNLanguageModelConfig()

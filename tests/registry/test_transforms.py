@@ -99,7 +99,8 @@ def test_is_checked_inside_shard_map(name):
     def packed(params, x, lengths):
         layer = nnx.merge(graphdef, params, rest)
         reset = jnp.arange(x.shape[1])[None] == lengths[:, None]
-        y, _ = layer(x, reset=reset)
+        starts = {"starts": lengths // 2} if case.takes_starts else {}
+        y, _ = layer(x, reset=reset, **starts)
         if case.causal:
             layer.step(x[:, 0], layer.init_state(len(x)), reset=reset[:, 0])
         return y
@@ -127,18 +128,19 @@ def test_runs_with_sharded_weights_and_inputs_under_explicit_axes(name):
     graphdef, params, rest = nnx.split(case.abstract(), nnx.Param, ...)
     params = jax.tree.map(lambda p: sharded(p, *[None] * (p.ndim - 1), "model"), params)
     x, reset = sharded(case.inputs(), "data"), sharded(np.zeros((3, TIME), bool), "data")
+    starts = {"starts": sharded(np.zeros(3, int), "data")} if case.takes_starts else {}
 
-    def gradient(params, rest, x, reset):
+    def gradient(params, rest, x, reset, starts):
         def loss(params):
             layer = nnx.merge(graphdef, params, rest)
-            y, state = layer(x, reset=reset if case.resettable else None)
+            y, state = layer(x, reset=reset if case.resettable else None, **starts)
             y, last_state = layer(x, state)
             return jnp.sum(y), (y, state, last_state)
 
         return jax.grad(loss, has_aux=True)(params)
 
     with jax.set_mesh(mesh):
-        found, (y, state, last_state) = jax.eval_shape(gradient, params, rest, x, reset)
+        found, (y, state, last_state) = jax.eval_shape(gradient, params, rest, x, reset, starts)
     assert specs(found) == specs(params)
     assert y.sharding.spec[0] == "data"
     assert specs(last_state) == specs(state)

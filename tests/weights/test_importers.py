@@ -37,6 +37,7 @@ helper = onnx.helper
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
+INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h")
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TIME, BATCH, IN, HIDDEN = 7, 3, 4, 5
 
@@ -177,9 +178,13 @@ def test_other_weights_of_the_graph_are_not_read():
         assert from_onnx(model, weights=inputs).in_features == IN
 
 
-def constant_state(model, inputs):
-    initial = onnx.numpy_helper.from_array(inputs["initial_h"], "initial_h")
-    model.graph.initializer.append(initial)
+def constant(name: str, value: np.ndarray | None = None):
+    def add(model, inputs):
+        model.graph.node[0].input[INPUTS.index(name)] = name
+        array = inputs[name] if value is None else value
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+
+    return add
 
 
 def attribute(**values):
@@ -199,9 +204,14 @@ def test_a_node_with_relu(x64):
 
 
 REFUSED = [
-    ("its clip=3.0", attribute(clip=3.0)),
+    *((f"its clip={clip}", attribute(clip=clip)) for clip in (3.0, 0.0)),
+    ("its activation_alpha", attribute(activation_alpha=[0.5, 1.0])),
+    ("its activation_beta", attribute(activation_beta=[0.5, 1.0])),
+    ("its input_forget=1", attribute(input_forget=1)),
+    ("its output_sequence=1", attribute(output_sequence=1)),
     ("its activations", attribute(activations=["HardSigmoid", "Tanh"])),
-    ("initial_h is a constant", constant_state),
+    ("initial_h is a constant", constant("initial_h")),
+    ("sequence_lens is a constant", constant("sequence_lens", np.zeros(BATCH, np.int32))),
     (r"does not hold R \(R\)", lambda model, inputs: inputs.pop("R")),
     ("B: expected", lambda model, inputs: inputs.update(B=inputs["B"][:, 1:])),
     ("W: expected", lambda model, inputs: inputs.update(W=inputs["W"][0])),
@@ -251,6 +261,8 @@ def several_cells():
 
 KERAS = {
     "LSTM": partial(keras.layers.LSTM, HIDDEN),
+    "LSTM, unrolled": partial(keras.layers.LSTM, HIDDEN, unroll=True),
+    "LSTM with zeros in the padding": partial(keras.layers.LSTM, HIDDEN, zero_output_for_mask=True),
     "LSTM without biases": partial(keras.layers.LSTM, HIDDEN, use_bias=False),
     "GRU": partial(keras.layers.GRU, HIDDEN),
     "GRU reset before": partial(keras.layers.GRU, HIDDEN, reset_after=False),
@@ -279,7 +291,11 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
     leaves = [drawn(*leaf.shape) for leaf in leaves]
     lengths = np.array([TIME, 4, 1])
     mask = np.arange(TIME) < lengths[:, None]
-    for given, masked in ((leaves, None), (None, mask)):
+    for given, masked, masks in (
+        (leaves, None, {}),
+        (None, mask, {"lengths": lengths}),
+        (None, mask[:, ::-1], {"starts": TIME - lengths}),
+    ):
         if given and "RNN of" in name and "Bidirectional" in name:
             continue  # Keras does not accept initial states here
         initial = [leaf[0] for leaf in leaves] if given else None
@@ -287,9 +303,9 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
             initial = [initial[:2], *initial[2:]]  # an LSTM cell's state has two arrays
         y, *last = original(x, initial_state=initial, mask=masked)
         state = jax.tree.unflatten(structure, leaves) if given else None
-        y_ours, last_ours = ours(x, state, lengths=None if masked is None else lengths)
+        y_ours, last_ours = ours(x, state, **masks)
         y = np.flip(y, axis=1) if "go_backwards" in name else np.asarray(y)
-        real = np.ones_like(mask) if masked is None else mask
+        real = np.ones_like(mask) if masked is None or "zeros" in name else masked
         assert_same(y_ours[real], y[real], "outputs")
         for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):
             assert_same(a[0], np.asarray(b), "state")
@@ -325,6 +341,17 @@ def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
     assert_same(layer(x)[0], y, "outputs")
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN of cells"])
+def test_computes_in_the_dtype_of_kerass_policy(name, standard_promotion):
+    x = drawn(BATCH, TIME, IN).astype(np.float32)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    original = random_weights(KERAS[name](return_sequences=True))
+    keras.config.set_dtype_policy(before)
+    for dtype, expected in ((None, original(x).dtype), ("float32", "float32")):
+        assert from_keras(original, dtype=dtype)(x)[0].dtype == expected
+
+
 REFUSED_OF_KERAS = {
     "expected SimpleRNN, LSTM, GRU, RNN or Bid": lambda: keras.layers.Dense(3),
     "a has no weights yet": lambda: keras.layers.GRU(3, name="a"),
@@ -334,6 +361,12 @@ REFUSED_OF_KERAS = {
     "recurrent_activation": lambda: keras.layers.LSTM(3, recurrent_activation="hard_sigmoid"),
     "expected cells of": lambda: keras.layers.RNN(
         [keras.layers.StackedRNNCells([keras.layers.GRUCell(3)])]
+    ),
+    "top: expected stateful=False, got True: .* pass the state": lambda: random_weights(
+        keras.layers.GRU(3, stateful=True, name="top")
+    ),
+    "expected stateful=False": lambda: random_weights(
+        keras.layers.Bidirectional(keras.layers.RNN(keras.layers.LSTMCell(3), stateful=True))
     ),
     "merge_mode": lambda: keras.layers.Bidirectional(keras.layers.GRU(3), merge_mode="sum"),
 }
