@@ -34,8 +34,11 @@ def linear(weights, x):
 
 def attention(weights, q, k, v):
     """The outputs of `nn.MultiheadAttention`, and its weights averaged over the heads."""
-    qkv = zip(*(jnp.split(weights[f"in_proj_{part}"], 3) for part in ("weight", "bias")), (q, k, v))
-    q, k, v = ((x @ w.T + b).reshape(*x.shape[:2], HEADS, -1) for w, b, x in qkv)
+    kernels, biases = (jnp.split(weights[f"in_proj_{part}"], 3) for part in ("weight", "bias"))
+    q, k, v = (
+        (x @ w.T + b).reshape(*x.shape[:2], HEADS, -1)
+        for w, b, x in zip(kernels, biases, (q, k, v), strict=True)
+    )
     scores = nnx.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / (WIDTH / HEADS) ** 0.5)
     y = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(X.shape)
     return y @ weights["out_proj.weight"].T + weights["out_proj.bias"], scores.mean(1)
@@ -79,14 +82,16 @@ def layers(cells, x, h, c):
     return x, *map(jnp.stack, zip(*states, strict=True))
 
 
-def layer(kind, fault, weights, x, h, c):
-    """A recurrent layer that returns what torch's returns."""
+def layer(kind, fault, is_carry_first, weights, x, h, c):
+    """A recurrent layer that returns what torch's returns or, as in Flax, the carry first."""
     cells = {
         key.removeprefix("bias_hh"): partial(cell, kind, fault, weights_of(weights, key[7:]))
         for key in weights
         if key.startswith("bias_hh")
     }
     y, h, c = layers(cells, x, h, c)
+    if is_carry_first:
+        return ((c, h) if kind == "LSTM" else h), y
     return y, ((h, c) if kind == "LSTM" else h)
 
 
@@ -272,7 +277,7 @@ def last_states(m, xp, run, fault, x):
 
 
 def outputs(m, xp, run, fault, x):
-    y, h, c = run("rnn", x)
+    y, h, _ = run("rnn", x)
     chosen = {
         "reversed in time": xp.flip(y, (1,)),
         "last state": y * 0 + h[-1][:, None],
@@ -290,10 +295,10 @@ def reversed_input(m, xp, run, fault, x):
 def translation(m, xp, run, fault, x, target):
     """The decoder starts from the states of both directions of the encoder."""
     y, h, c = run("enc", x)
-    h, c = (h[::-1], c) if fault == "directions exchanged" and xp is jnp else (h, c)
+    h, c = (h[::-1], c) if fault == "directions exchanged" else (h, c)
     h, c = (c, h) if fault == "states exchanged" else (h, c)
     h, c = (m.bridge(xp.concatenate([*each], -1))[None] for each in (h, c))
-    if fault == "first step" and xp is jnp:
+    if fault == "first step":
         h = m.bridge(y[:, 0])[None]
     if fault == "no tanh":
         h = xp.tanh(h)
@@ -340,7 +345,7 @@ def attention_weights(m, xp, run, fault, x):
 def stopped(m, xp, run, fault, x):
     """All values are right, and a gradient is not."""
     stop = (lambda x: x.detach()) if xp is torch else jax.lax.stop_gradient
-    y, h, c = run("rnn", x)
+    y, h, _ = run("rnn", x)
     y = stop(y) if fault == "outputs" else y
     h = stop(h) if fault == "state" else h
     x = stop(x) if fault == "input" else x
@@ -356,21 +361,19 @@ def split_attention(m, xp, run, fault, x):
 
 
 MISTAKES = {
-    last_state: (
-        "cell state", "first step", "mean", "step before the last", "zeros", "twice"
-    ),
+    last_state: ("cell state", "first step", "mean", "step before the last", "zeros", "twice"),
     last_states: (
-        "directions exchanged", "first layer", "cell states", "forward states",
-        "backward states", "last step"
+        "directions exchanged",
+        "first layer",
+        "cell states",
+        "forward states",
+        "backward states",
+        "last step",
     ),
     outputs: ("reversed in time", "last state", "of the step before", "with the input"),
     reversed_input: ("not reversed", "not reversed back"),
-    translation: (
-        "directions exchanged", "states exchanged", "first step", "no tanh", "zeros"
-    ),
-    attended: (
-        "cell state", "last step", "batch", "no softmax", "of inputs", "state instead"
-    ),
+    translation: ("directions exchanged", "states exchanged", "first step", "no tanh", "zeros"),
+    attended: ("cell state", "last step", "batch", "no softmax", "of inputs", "state instead"),
     self_attention: ("weights", "no residual"),
     attention_weights: ("transposed", "output", "outputs mixed", "one row"),
     stopped: ("outputs", "state", "input"),
@@ -417,7 +420,7 @@ def twin_of(wiring, kind):
 def port_of(twin, kind, framework, fault, *, cells=False, inner_fault=""):
     """A port of the twin, whose modules are whole layers or single cells."""
     shapes = {key: tuple(value.shape) for key, value in twin.state_dict().items()}
-    parts, suffixes = {}, {}
+    parts, suffixes, is_carry_first = {}, {}, framework == "Linen"
     for name, module in twin.named_children():
         keys = {key: f"{name}.{key}" for key, _ in module.named_parameters()}
         if not isinstance(module, torch.nn.RNNBase):
@@ -425,7 +428,7 @@ def port_of(twin, kind, framework, fault, *, cells=False, inner_fault=""):
             continue
         suffixes[name] = [key.removeprefix("bias_hh") for key in keys if key.startswith("bias_hh")]
         if not cells:
-            parts[name] = partial(layer, kind, inner_fault), keys
+            parts[name] = partial(layer, kind, inner_fault, is_carry_first), keys
         for suffix in suffixes[name] if cells else ():
             part = name if len(suffixes[name]) == 1 else name + suffix
             parts[part] = partial(cell, kind, inner_fault), weights_of(keys, suffix)
@@ -438,17 +441,63 @@ def port_of(twin, kind, framework, fault, *, cells=False, inner_fault=""):
                 names = [name if len(suffixes[name]) == 1 else name + s for s in suffixes[name]]
                 each = [getattr(m, part) for part in names]
                 return layers(dict(zip(suffixes[name], each, strict=True)), x, h, c)
-            y, state = getattr(m, name)(x, h, c)
-            return y, *(state if isinstance(state, tuple) else (state, state))
+            result = getattr(m, name)(x, h, c)
+            y, state = result[::-1] if is_carry_first else result
+            if not isinstance(state, tuple):
+                return y, state, state
+            return y, *(state[::-1] if is_carry_first else state)
 
         return twin.call(m, jnp, run, fault, *inputs)
 
     return FRAMEWORKS[framework](call, parts, shapes)
 
 
-def located(wiring, kind, framework, fault, **options):
+def report_of(wiring, kind, framework, fault="", **options):
     torch.manual_seed(0)
     twin = twin_of(wiring, kind)
     model, weights = port_of(twin, kind, framework, fault, **options)
     inputs = (X, X[:, ::-1] + 1) if wiring is translation else (X,)
     return compare(twin, model, *inputs, weights=weights, dtypes=["float64"], locate=True)
+
+
+# Each mistake is made in NNX and in one of the other forms, whose turn it is.
+OTHERS = [(each, False) for each in FRAMEWORKS if each != "NNX"]
+OTHERS += [(each, True) for each in ("NNX", "Equinox", "function")]
+ALL = [(wiring, fault) for wiring, faults in MISTAKES.items() for fault in faults]
+CASES = [
+    pytest.param(
+        wiring,
+        "LSTM" if form == 0 or "state" in fault else ("GRU", "RNN")[i % 2],
+        *(("NNX", False), OTHERS[i % len(OTHERS)])[form],
+        fault,
+        marks=[] if form == 0 and i % 4 == 0 else pytest.mark.slow,
+    )
+    for i, (wiring, fault) in enumerate(ALL)
+    for form in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("wiring", "kind", "framework", "cells", "fault"), CASES)
+def test_the_caller_is_the_culprit_if_it_uses_another_output(wiring, kind, framework, cells, fault):
+    report = report_of(wiring, kind, framework, fault, cells=cells)
+    assert not report.passed
+    assert report.location.culprit == "", f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "framework", "cells", "fault"),
+    [
+        pytest.param(kind, *form, fault, marks=[] if form in quick else pytest.mark.slow)
+        for kind, fault, quick in (
+            ("RNN", "bias", [("NNX", True)]),
+            ("GRU", "bias", [("Equinox", True)]),
+            ("LSTM", "gates", []),
+        )
+        for form in [("NNX", False), *OTHERS]
+    ],
+)
+def test_the_layer_is_the_culprit_if_its_own_code_departs(kind, framework, cells, fault):
+    """Backward, if a bias has no gradient: a cell's output is also its carry."""
+    report = report_of(outputs, kind, framework, cells=cells, inner_fault=fault)
+    assert not report.passed
+    assert report.location.culprit == "rnn", f"\n{report}"

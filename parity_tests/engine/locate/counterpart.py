@@ -89,7 +89,9 @@ def corresponding_places(
     unused = {Place(label): array for label, array in joined(calls, slot).items()}
     whole = {*unused}
     if len(calls) > 1 and slot == FORWARD.outgoing:
-        last = {label: array for label, array in calls[-1].slots[slot].items() if Place(label) in whole}
+        last = {
+            label: array for label, array in calls[-1].slots[slot].items() if Place(label) in whole
+        }
         unused |= {Place(label, is_last=True): array for label, array in last.items()}
     keys = (
         lambda label, array: (label, array.shape),
