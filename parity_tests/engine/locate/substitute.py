@@ -67,6 +67,7 @@ def takes_other_input(
         replacements += [  # a state that JAX forgets is zero
             {label: np.zeros_like(array) for labels, array in incoming[i:j] for label in labels}
             for i, j in itertools.combinations(range(len(incoming) + 1), 2)
+            if j - i < len(incoming)
         ]
         outgoing = run_again(call.index, direction, replacements)
         results += [
