@@ -179,15 +179,17 @@ class Evidence:
         expected = gradients_of_all_uses(values, call.slots[slot], repeated)
         actual = gradients_of_all_uses(jax_values, joined(calls, slot), jax_repeated)
 
-        # An output that JAX does not use has no gradient there. If several calls may pass their
-        # outputs to each other through other code, the gradients of these outputs tell nothing.
+        # An output that JAX does not use has no gradient there. If several calls pass something to
+        # each other through other code, the gradients of their outputs prove nothing.
         is_incoming = slot == BACKWARD.incoming
         is_known = not is_incoming or len(calls) == 1 or is_chain(calls)
         is_recorded = "weight gradients" in self.jax_trace.results
         for label, gradient in expected.items():
             if label not in places:
                 continue
-            labels = [each for each in values if label in (each, repeated.get(each, ("",))[0])]
+            labels = [
+                each for each in call.slots[slot] if label in (each, repeated.get(each, ("",))[0])
+            ]
             found = places[label].of(actual)
             if found is not None and is_known:
                 self._judge(call, slot, labels, found, gradient)
@@ -237,11 +239,9 @@ class Evidence:
         self.states[call, slot] |= dict.fromkeys(labels, state)
 
     def _note_stopped_gradient(self, call: Call) -> None:
-        """Note if JAX stops a gradient that torch does not: after a module, in it or before it.
+        """Note if JAX stops a gradient that torch does not, in a module or before it.
 
-        If the output gradients reach JAX's module, or if that is unknown, the gradient is stopped
-        in or before the module. Otherwise it is stopped after the module, so what the call takes
-        departs.
+        If no gradient reaches the outputs of JAX's module, it is stopped after the module.
         """
         counterpart = self.pairs[call][0].slots
         is_tap = not counterpart["inputs"]
@@ -249,10 +249,6 @@ class Evidence:
             return
         if counterpart[BACKWARD.incoming] or "weight gradients" not in self.jax_trace.results:
             self.stopped_calls.add(call)
-        else:
-            self.states[call, BACKWARD.incoming] = dict.fromkeys(
-                call.slots[BACKWARD.incoming], DEPARTS
-            )
 
     def _compare_weight_gradients(self) -> None:
         """Compare the gradients of weights, which a call gives in addition to those of its inputs.
