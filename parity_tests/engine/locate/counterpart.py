@@ -66,7 +66,7 @@ def joined(calls: list[Call], slot: str) -> Arrays:
     result: Arrays = {}
     for label in dict.fromkeys(label for _, label in arrays):
         found = [arrays.get((call, label)) for call in calls]
-        if slot == BACKWARD.incoming:  # an output that only some calls' users need
+        if slot == BACKWARD.incoming:  # the outputs of only some of the calls may be used
             found = [
                 np.zeros_like(call.slots[FORWARD.outgoing][label]) if array is None else array
                 for call, array in zip(calls, found, strict=True)
@@ -89,10 +89,11 @@ def corresponding_places(
     unused = {Place(label): array for label, array in joined(calls, slot).items()}
     whole = {*unused}
     if len(calls) > 1 and slot == FORWARD.outgoing:
-        last = {
-            label: array for label, array in calls[-1].slots[slot].items() if Place(label) in whole
+        unused |= {
+            Place(label, is_last=True): last
+            for label, last in calls[-1].slots[slot].items()
+            if Place(label) in whole and unused[Place(label)].ndim > last.ndim
         }
-        unused |= {Place(label, is_last=True): array for label, array in last.items()}
     keys = (
         lambda label, array: (label, array.shape),
         lambda label, array: array.shape,
