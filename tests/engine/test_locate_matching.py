@@ -29,6 +29,14 @@ def mean_over(axis):
     return lambda x, scale: (scale * x, {"mean": x.mean(axis)})
 
 
+def mean_and_last(x):
+    return {"mean": x.mean(1), "last": x[:, -1]}
+
+
+def b_of_entry(key):
+    return lambda m, x: m.b(m.a(x)[key])
+
+
 def b_of_a(m, x):
     return m.b(m.a(x))
 
@@ -52,6 +60,12 @@ PARTS = {
         {"call": named_mean, "a": mean_over(0), "b": lambda x, y: x * jax.nn.sigmoid(y)},
         (X[:, :3],),
         "a, forward",
+    ),
+    "another entry of a dict": (
+        {"call": b_of_entry("mean"), "a": mean_and_last, **DOUBLE},
+        {"call": b_of_entry("last"), "a": mean_and_last, **DOUBLE},
+        (X,),
+        "the module itself, forward, after a, before b",
     ),
     "a shape": (
         {"call": b_of_a, "a": lambda x: x[:, :3], **DOUBLE},

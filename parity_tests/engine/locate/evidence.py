@@ -5,7 +5,16 @@ import itertools
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import rms
-from parity_tests.engine.locate.pairs import Pairs, counterpart_arrays
+from parity_tests.engine.locate.counterpart import (
+    VALUES_OF,
+    Place,
+    corresponding_places,
+    gradients_of_all_uses,
+    is_chain,
+    joined,
+    repetitions,
+)
+from parity_tests.engine.locate.pairs import Pairs
 from parity_tests.engine.locate.search import Search, WantedArray
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
 from parity_tests.engine.problem import Arrays
@@ -68,13 +77,6 @@ class Evidence:
         """The calls in which, or before which, JAX stops a gradient."""
         self.paired_calls = pairs.keys() - {self.trace.root}
         incoming, outgoing = direction.incoming, direction.outgoing
-        self._recurrent = {
-            call.name
-            for call in self.trace.calls
-            for each in call.sources
-            if each.name == call.name
-        }
-        """The names of modules that take what they returned in an earlier call."""
         self._incoming_arrays = {
             each for call in self.trace.calls for each in identities(call, incoming)
         }
@@ -136,25 +138,63 @@ class Evidence:
 
     def _compare(self, call: Call, slot: str) -> None:
         """Compare the arrays in a slot of a call with those of its counterpart."""
-        expected, calls = call.slots[slot], self.pairs.get(call, [])
+        calls = self.pairs.get(call, [])
         if len({each.name for each in calls}) > 1:
             self._compare_parts(call, slot)
         if len({each.name for each in calls}) != 1:
             return
-        largest = max((rms(each) for each in expected.values()), default=0.0)
-        largest *= self.direction is BACKWARD
-        # Each library has its own order of arguments for a step of a recurrence.
-        is_step = call.name in self._recurrent or len(calls) > 1
-        is_step |= slot == "inputs" and not call.name  # `call` may pass them in any order
-        any_order = self.min_bound if is_step else None
-        for label, actual in counterpart_arrays(expected, calls, slot, any_order):
-            found = difference(actual, expected[label], self.min_bound, largest)
-            if found is None or (slot == "inputs" and actual.size > expected[label].size):
-                continue  # JAX pads before its module, for example, and torch's module pads inside
-            bound = self.reference.bound(call, slot, label, found.error, self.min_bound)
-            if bound > found.error or found.layout:
-                found = difference(actual, expected[label], bound, largest) or found
-            self._judge(call, slot, label, found, bound)
+        if self.direction is BACKWARD and call is not self.trace.root:
+            self._compare_gradients(call, slot, calls)
+            return
+        expected, actual = call.slots[slot], joined(calls, slot)
+        for label, place in self._places(call, slot, calls).items():
+            array = place.of(actual)
+            if array is not None and not (slot == "inputs" and array.size > expected[label].size):
+                self._judge(call, slot, [label], array, expected[label])
+            # Otherwise JAX pads before its module, for example, and torch's module pads inside.
+
+    def _places(self, call: Call, slot: str, calls: list[Call]) -> dict[str, Place]:
+        """The places of JAX's arrays for torch's labels in a slot of inputs or outputs."""
+        expected = call.slots[slot]
+        if call is self.trace.root:  # the results have the same names on both sides
+            return {label: Place(label) for label in expected}
+
+        def agrees(label: str, actual: np.ndarray) -> bool:
+            found, bound = self._difference(call, slot, [label], actual, expected[label])
+            return found is not None and found.error <= bound
+
+        return corresponding_places(expected, calls, slot, agrees)
+
+    def _compare_gradients(self, call: Call, slot: str, calls: list[Call]) -> None:
+        """Compare the gradients of the arrays that correspond."""
+        # The gradient of an array includes those of its repetitions, if JAX repeats it as well.
+        values, jax_values = call.slots[VALUES_OF[slot]], joined(calls, VALUES_OF[slot])
+        places = self._places(call, VALUES_OF[slot], calls)
+        jax_repeated = repetitions(jax_values, [place.label for place in places.values()])
+        repeated = {
+            label: (target, indices)
+            for label, (target, indices) in repetitions(values, places).items()
+            if label not in places or places[label].label in {*jax_repeated, places[target].label}
+        }
+        expected = gradients_of_all_uses(values, call.slots[slot], repeated)
+        actual = gradients_of_all_uses(jax_values, joined(calls, slot), jax_repeated)
+
+        # An output that JAX does not use has no gradient there. If several calls pass something to
+        # each other through other code, the gradients of their outputs prove nothing.
+        is_incoming = slot == BACKWARD.incoming
+        is_known = not is_incoming or len(calls) == 1 or is_chain(calls)
+        is_recorded = "weight gradients" in self.jax_trace.results
+        for label, gradient in expected.items():
+            if label not in places:
+                continue
+            labels = [
+                each for each in call.slots[slot] if label in (each, repeated.get(each, ("",))[0])
+            ]
+            found = places[label].of(actual)
+            if found is not None and is_known:
+                self._judge(call, slot, labels, found, gradient)
+            elif is_incoming and is_known and is_recorded and calls[0].kind != "tap":
+                self.states[call, slot] |= dict.fromkeys(labels, DEPARTS)
 
     def _compare_parts(self, call: Call, slot: str) -> None:
         """Look for a call's features in several JAX modules: ports may split a joint projection."""
@@ -165,18 +205,43 @@ class Evidence:
             search.finish()
             error = search.wanted[0].error
             bound = self.reference.bound(call, slot, label, error, self.min_bound)
-            self._judge(call, slot, label, Difference(error), bound)
+            self._set_state(call, slot, [label], Difference(error), bound)
 
-    def _judge(self, call: Call, slot: str, label: str, found: Difference, bound: float) -> None:
-        self.differences.setdefault((call, slot), {})[label] = found
-        self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
+    def _difference(
+        self, call: Call, slot: str, labels: list[str], actual: np.ndarray, expected: np.ndarray
+    ) -> tuple[Difference | None, float]:
+        """How far JAX's array is off, and the error up to which the arrays under `labels` agree."""
+        largest = max((rms(each) for each in call.slots[slot].values()), default=0.0)
+        largest *= self.direction is BACKWARD and slot in self.direction
+        found = difference(actual, expected, self.min_bound, largest)
+        if found is None:
+            return None, self.min_bound
+        bound = max(
+            self.reference.bound(call, slot, label, found.error, self.min_bound) for label in labels
+        )
+        if bound > found.error or found.layout:
+            found = difference(actual, expected, bound, largest) or found
+        return found, bound
+
+    def _judge(
+        self, call: Call, slot: str, labels: list[str], actual: np.ndarray, expected: np.ndarray
+    ) -> None:
+        """Set the state of the arrays under these labels."""
+        found, bound = self._difference(call, slot, labels, actual, expected)
+        if found is not None:
+            self._set_state(call, slot, labels, found, bound)
+
+    def _set_state(
+        self, call: Call, slot: str, labels: list[str], found: Difference, bound: float
+    ) -> None:
+        state = MATCHED if found.error <= bound else DEPARTS
+        self.differences.setdefault((call, slot), {}).update(dict.fromkeys(labels, found))
+        self.states[call, slot] |= dict.fromkeys(labels, state)
 
     def _note_stopped_gradient(self, call: Call) -> None:
-        """Note if JAX stops a gradient that torch does not: after a module, in it or before it.
+        """Note if JAX stops a gradient that torch does not, in a module or before it.
 
-        If the output gradients reach JAX's module, or if that is unknown, the gradient is stopped
-        in or before the module. Otherwise it is stopped after the module, so what the call takes
-        departs.
+        If no gradient reaches the outputs of JAX's module, it is stopped after the module.
         """
         counterpart = self.pairs[call][0].slots
         is_tap = not counterpart["inputs"]
@@ -184,10 +249,6 @@ class Evidence:
             return
         if counterpart[BACKWARD.incoming] or "weight gradients" not in self.jax_trace.results:
             self.stopped_calls.add(call)
-        else:
-            self.states[call, BACKWARD.incoming] = dict.fromkeys(
-                call.slots[BACKWARD.incoming], DEPARTS
-            )
 
     def _compare_weight_gradients(self) -> None:
         """Compare the gradients of weights, which a call gives in addition to those of its inputs.

@@ -1,13 +1,10 @@
 """Pair the calls of JAX modules with the calls of torch modules."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-
-import numpy as np
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from parity_tests.engine.locate.steps import calls_of_steps
 from parity_tests.engine.locate.values import difference
-from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.trace import Call
 
 Pairs = dict[Call, list[Call]]
@@ -171,50 +168,3 @@ def _is_outermost(call: Call) -> bool:
 
 def _last_name(call: Call) -> str:
     return call.name.rpartition(".")[2].lower()
-
-
-def counterpart_arrays(
-    expected: Arrays, calls: list[Call], slot: str, bound: float | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """JAX's array for each of torch's labels: by label and shape, then by shape, then by size.
-
-    If torch's call is paired with several calls, their arrays are stacked along a new axis. With a
-    bound, arrays that agree within it come first, whatever their labels: a step of a recurrence may
-    take (h, x) where torch's takes (x, h).
-    """
-    missing, unused = dict(expected), dict(calls[0].slots[slot])
-    if len(calls) > 1:
-        several = {
-            label: [c.slots[slot][label] for c in calls if label in c.slots[slot]]
-            for label in unused
-        }
-        unused = {
-            label: np.stack(arrays)
-            for label, arrays in several.items()
-            if len(arrays) == len(calls) and len({array.shape for array in arrays}) == 1
-        }
-    if bound is not None:
-        for label, array in expected.items():
-            for each, actual in unused.items():
-                found = difference(actual, array, bound)
-                if found is not None and found.error <= bound:
-                    yield label, unused.pop(each)
-                    del missing[label]
-                    break
-    for key in (
-        lambda label, array: (label, array.shape),
-        lambda label, array: array.shape,
-        lambda label, array: array.size,
-    ):
-        for label, array in expected.items():
-            equal_keys = (
-                each
-                for each, actual in unused.items()
-                if (actual.dtype.kind in "fcV") == (array.dtype.kind in "fcV")
-                and key(each, actual) == key(label, array)
-            )
-            if label in missing and (each := next(equal_keys, None)) is not None:
-                yield label, unused.pop(each)
-                del missing[label]
-    if len(missing) == len(unused) == 1:
-        yield next(iter(missing)), next(iter(unused.values()))

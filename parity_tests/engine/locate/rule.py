@@ -137,7 +137,7 @@ class Rule:
         users = [
             call for call in other_calls if outgoing and identities(call, self.incoming) == outgoing
         ]
-        tested = takes_other_input(self.problem, self.evidence, [leaf, *callers, *users])
+        tested = takes_other_input(self.problem, self.evidence, leaf, [*callers, *users])
         if tested.get(leaf):
             inner = leaf
             for outer in leaf.ancestors:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.candidates.evaluator import Evaluator
@@ -26,13 +25,13 @@ from parity_tests.engine.traces.trace import Trace
 
 
 class WatchingEvaluator(Evaluator):
-    """Evaluates a program, and passes each floating array that a result depends on to `tell`."""
+    """Evaluates a program, and passes each of its floating arrays to `tell`.
+
+    These include arrays on which no result depends, such as an output that the caller ignores.
+    """
 
     def __init__(self, tell: Callable[..., None], closed: ClosedJaxpr, *args: Any):
-        used_program, _ = dce_jaxpr(
-            closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
-        )
-        super().__init__(ClosedJaxpr(used_program, closed.consts), *args)
+        super().__init__(closed, *args)
         self._tell, self._summands = tell, set()
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:

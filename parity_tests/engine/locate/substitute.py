@@ -5,6 +5,7 @@ computes. If JAX also computes the result, then JAX's layer is right, and the co
 gave it another input.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,22 +18,23 @@ from parity_tests.engine.traces.trace import FORWARD, Call
 
 
 def takes_other_input(
-    problem: Problem, evidence: Evidence, calls: Sequence[Call]
+    problem: Problem, evidence: Evidence, suspect: Call, others: Sequence[Call]
 ) -> dict[Call, bool]:
-    """For each call, whether JAX computes it from another array than torch does.
+    """For the suspect and other calls, whether JAX computes them from other arrays than torch does.
 
-    Calls for which the test would prove nothing are left out. In the forward pass, these are
-    calls without weights and calls of a module that is called several times, because JAX may
-    compute them elsewhere.
+    Calls for which the test would prove nothing are left out. In the forward pass, these are calls
+    without weights and, except the suspect, calls of a module that is called several times, because
+    JAX may compute them elsewhere.
     """
     direction, reference = evidence.direction, evidence.reference
     is_forward, all_calls = direction is FORWARD, evidence.trace.calls
     names = [call.name for call in all_calls]
     tested = {
         call: _incoming(evidence, call)
-        for call in calls
+        for call in (suspect, *others)
         if telling_arrays(call, direction.outgoing)
-        and (not is_forward or (call.weights and names.count(call.name) == 1))
+        and (not is_forward or call.weights)
+        and (not is_forward or call is suspect or names.count(call.name) == 1)
     }
     if not tested or (run_again := reference.run_again) is None:
         return {}
@@ -47,24 +49,37 @@ def takes_other_input(
 
     watch_jax(problem, reference, keep, is_forward=is_forward)
 
-    # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
-    # applies the call to another array.
+    # Run each call on each of these arrays, with two of its own arrays exchanged, and with zeros.
+    # If JAX has a result that no call of torch's has, it applies the call to other arrays.
     results: list[tuple[Call, str, WantedArray]] = []
     for call, incoming in tested.items():
-        for labels, array in incoming:
-            others = [
-                layout
-                for other in jax_arrays[array.size].values()
-                for _, layout in layouts(other, array.shape)
-            ]
-            outgoing = run_again(call.index, direction, labels, others)
-            results += [
-                (call, label, WantedArray(result))
-                for other, arrays in zip(others, outgoing, strict=True)
-                for label, result in arrays.items()
-                if label in telling_arrays(call, direction.outgoing)
-                and not (result.size == other.size and (result.ravel() == other.ravel()).all())
-            ]
+        replacements = [
+            dict.fromkeys(labels, layout)
+            for labels, array in incoming
+            for other in jax_arrays[array.size].values()
+            for _, layout in layouts(other, array.shape)
+        ]
+        replacements += [
+            dict.fromkeys(labels, other) | dict.fromkeys(other_labels, array)
+            for (labels, array), (other_labels, other) in itertools.combinations(incoming, 2)
+            if array.shape == other.shape
+        ]
+        replacements += [  # a state that JAX forgets is zero
+            {label: np.zeros_like(array) for labels, array in incoming[i:j] for label in labels}
+            for i, j in itertools.combinations(range(len(incoming) + 1), 2)
+            if j - i < len(incoming)
+        ]
+        outgoing = run_again(call.index, direction, replacements)
+        results += [
+            (call, label, WantedArray(result))
+            for replaced, arrays in zip(replacements, outgoing, strict=True)
+            for label, result in arrays.items()
+            if label in telling_arrays(call, direction.outgoing)
+            and not any(
+                result.size == each.size and (result.ravel() == each.ravel()).all()
+                for each in replaced.values()
+            )
+        ]
 
     def is_same(call: Call, label: str, found: WantedArray) -> bool:
         return evidence.is_within(call, direction.outgoing, label, found.error)

@@ -1,7 +1,7 @@
 """The calls of a reference's run, and how far rounding moves their arrays."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,9 @@ from parity_tests.engine.traces.trace import Call, Trace
 Place = tuple[int, str, str]
 """The place of an array in a trace: the index of a call, a slot of the call, and a label."""
 Errors = dict[Place, float]
-RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Arrays]]
-"""`run_again(index, direction, labels, others)` runs the call at `index` once for each array in
-`others`. This array replaces the arrays that the call takes under `labels`.
+RunAgain = Callable[[int, Any, Sequence[Arrays]], list[Arrays]]
+"""`run_again(index, direction, replacements)` runs the call at `index` once for each replacement.
+Its arrays replace those that the call takes under their labels.
 """
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,21 +85,21 @@ def run_again(
     problem: Problem,
     index: int,
     direction: Direction,
-    labels: Collection[str],
-    others: Sequence[np.ndarray],
+    replacements: Sequence[Arrays],
 ) -> list[Arrays]:
-    """Run the call at this index again in float64, once for each array in `others`.
+    """Run the call at this index again in float64, once for each of the replacements.
 
-    The array replaces the inputs or, backward, the output gradients under `labels`. Returns the
-    outputs or the input gradients of each run.
+    Its arrays replace the inputs or, backward, the output gradients that have their labels. Returns
+    the outputs or the input gradients of each run.
     """
     found: list[Arrays] = []
     indices = itertools.count(1)  # 0 is the whole run
 
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if next(indices) == index:
-            for other in map(torch.from_numpy, map(np.ascontiguousarray, others)):
-                found.append(_run_with(module, (args, kwargs), direction, labels, other))
+            for arrays in replacements:
+                others = {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
+                found.append(_run_with(module, (args, kwargs), direction, others))
 
     def prepare(twin: torch.nn.Module) -> None:
         for module in twin.modules():
@@ -107,23 +107,22 @@ def run_again(
                 module.register_forward_pre_hook(before, with_kwargs=True)
 
     forward(problem, prepare)
-    return found[: len(others)]
+    return found[: len(replacements)]
 
 
 def _run_with(
     module: torch.nn.Module,
     inputs: Any,
     direction: Direction,
-    labels: Collection[str],
-    other: torch.Tensor,
+    others: Mapping[str, torch.Tensor],
 ) -> Arrays:
-    """Run a module with another array in place of those that it takes under some labels."""
+    """Run a module with other arrays in place of those that it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}
 
     def leaf(name: str, x: torch.Tensor) -> torch.Tensor:
-        x = other if is_forward and name in labels else x.detach()
+        x = others[name] if is_forward and name in others else x.detach()
         leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not is_forward)
         return leaves[name]
 
@@ -134,9 +133,9 @@ def _run_with(
         return {name: as_array(x) for name, x in results.items()}
     differentiated = {name: x for name, x in leaves.items() if x.requires_grad}
     gradients = torch.autograd.grad(
-        [results[label] for label in labels],
+        [results[label] for label in others],
         [*differentiated.values()],
-        [other] * len(labels),
+        [*others.values()],
         allow_unused=True,
     )
     named_gradients = zip(differentiated, gradients, strict=True)
