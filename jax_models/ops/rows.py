@@ -52,7 +52,8 @@ class Rows:
         """
         if time_axis is not None and lengths is not None:
             raise NotImplementedError(
-                f"lengths, starts: expected None where time is divided over the axis {time_axis!r}"
+                f"lengths: expected None where time is divided over the axis {time_axis!r}, and a "
+                "layer takes no starts"
             )
         if lengths is None:
             return cls(reset=reset, time_axis=time_axis)
