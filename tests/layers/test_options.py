@@ -222,7 +222,7 @@ REFUSED = [
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
             ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
-            ("RGLRU", {"parameterization": "direct", "epsilon": 1e-6}),
+            ("RGLRU", {"epsilon": 1e-6, "parameterization": "direct"}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),
             ("GriffinBlock", {"out_variance": 0.5, "kernel_init": nnx.initializers.zeros}),
         )
