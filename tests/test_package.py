@@ -170,8 +170,8 @@ def test_modules_of_the_users_own_shadow_nothing(command, found, expected, own_m
         path.rename(own_modules / f"another_{path.name}")
     (own_modules / "compare.py").write_text(
         "import torch\nfrom parity_tests import compare\n"
-        "port = lambda w, x: x @ w['weight'].T + w['bias']\n"
-        "report = compare(torch.nn.Linear(3, 4), port, torch.ones(2, 3).numpy(), weights=dict)\n"
+        "twin, port = torch.nn.Linear(3, 4, bias=False), lambda w, x: x @ w['weight'].T\n"
+        "report = compare(twin, port, torch.ones(2, 3).numpy(), weights=dict)\n"
         "print(report.passed)\n"
     )
     done = subprocess.run(
@@ -179,6 +179,20 @@ def test_modules_of_the_users_own_shadow_nothing(command, found, expected, own_m
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert expected in done.stdout
+
+
+@pytest.mark.slow
+def test_a_file_of_pairs_imports_a_train_of_the_users_own(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nTWIN = torch.nn.Linear(3, 4, bias=False)\n")
+    (tmp_path / "pairs.py").write_text(
+        "import torch\nfrom train import TWIN\nfrom parity_tests import Pair\n"
+        "port = lambda w, x: x @ w['weight'].T\n"
+        "pair = Pair(TWIN, port, torch.ones(2, 3).numpy(), weights=dict)\n"
+    )
+    for module in ("parity_tests", "twinscan parity"):
+        command = [sys.executable, "-m", *module.split(), "pairs.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_trainer_is_imported_beside_a_train_of_the_users_own(own_modules):

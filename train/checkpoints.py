@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.digest import bytes_digest, digests, dtypes_and_shapes, hex_digits
-from train.files import file_digest
+from train.files import file_digest, whole
 from train.hosts import gather_all, is_first, run_on_first
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
@@ -103,6 +103,8 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint in the background, unless the step has an intact one.
 
+        If the intact one has no loss yet, it gets this loss.
+
         Raises:
             CommandLineError: this checkpoint or the one before it cannot be written.
 
@@ -110,6 +112,7 @@ class Checkpoints:
         start = time.monotonic()
         self.wait()
         if step in self._manifests:
+            self._add_loss(step, loss)
             return
         manifest = {
             "run": self.run,
@@ -215,6 +218,15 @@ class Checkpoints:
         self.damaged.pop(step, None)
         if is_first():
             self._prune()
+
+    def _add_loss(self, step: int, loss: float | None) -> None:
+        """Adds a loss to a checkpoint that was written before its evaluation."""
+        manifest = self._manifests[step]
+        if manifest["loss"] is None and loss is not None:
+            manifest["loss"] = loss
+            if is_first():
+                with whole(self.folder / str(step) / MANIFEST) as partial:
+                    _write_manifest(partial, manifest)
 
     def _write_error(self, step: int, error: Exception) -> CommandLineError:
         known = (reason for reason in map(os.strerror, DISK_FAULTS) if reason in str(error))

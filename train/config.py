@@ -77,13 +77,13 @@ class TrainConfig(CheckedFields):
     window: int = 8
     """Number of tokens in a window."""
     eval_every: int = 100
-    """Number of steps between evaluations. Each writes a checkpoint, and so does every half
-    minute without one."""
+    """Number of steps between evaluations. Each of them writes a checkpoint. If they are rare,
+    others are written about every half minute."""
     eval_batches: int = 200
     """Number of random batches of each part (training, validation) in an evaluation."""
     log_every: int = 100
-    """Number of steps between lines with the loss, the learning rate and the speed. Short runs have
-    at least ten lines."""
+    """Number of steps between lines with the loss, the learning rate and the speed. In a short run,
+    lines come more often, so that there are at least ten."""
     tensorboard: bool = False
     """Also log for TensorBoard, into the run's folder (needs the package tensorboardX)."""
     max_skipped: int = 10

@@ -60,7 +60,8 @@ def ids_of_run(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """The `IDS` with which transformers begins and stops as `twinscan generate --run` does.
 
     `config` has the fields of the config.json of the checkpoint that the run began from, if any.
-    All ids are given otherwise, because null stops less than the defaults of some models.
+    Without such a checkpoint, all ids are given, null for none, because the default of some models
+    is the id of another token.
     """
     ends = [end for end in tokens_of_run(run).ends if 0 <= end < run.config.model.vocab_size]
     eos = ends if len(ends) > 1 else next(iter(ends), None)

@@ -44,8 +44,8 @@ def heartbeat(write: Callable[[str], object]) -> Iterator[None]:
             is_late = time.monotonic() - begin > 60 * FIRST_MINUTES
             if _last_line.wait(LATER if is_late else SECONDS):
                 _last_line.clear()
-            elif _activities:
-                describe, since = _activities[-1]
+                continue
+            for describe, since in _activities[-1:]:  # the other thread may just have ended it
                 write(f"{describe()} ({time.monotonic() - since:.0f} s)")
 
     thread = threading.Thread(target=beat, daemon=True)

@@ -43,7 +43,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     # Batches depend on the step alone, so a resumed run continues with the same ones.
     config = run.config
     is_new = not run.checkpoints.steps
-    with doing("reading the newest checkpoint"):
+    with doing("initializing the weights" if is_new else "reading the newest checkpoint"):
         state = trainer.initial_state() if is_new else run.restore(trainer)
     step = int(state.step)
     source = "scratch" if config.init is None else f"the weights of {config.init}"

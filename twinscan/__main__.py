@@ -36,7 +36,9 @@ def dispatch(args: Sequence[str], prog: str) -> None:
         raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}{hint}")
     if name != "train":  # train handles Ctrl-C itself while it runs
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_module(COMMANDS[name][0], rest, f"{prog} {name}")
+    module, _ = COMMANDS[name]
+    pin(module.partition(".")[0])
+    run_module(module, rest, f"{prog} {name}")
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
         print(USAGE)
         return
     exit_at_once("twinscan")
-    pin("jax_models", "torch_ref", "parity_tests", "train")
+    pin("jax_models", "torch_ref")
     try:
         if args == ["--version"]:
             from jax_models import __version__

@@ -114,7 +114,7 @@ class GRU(RecurrentStack[GRUState]):
         return partial(ops.recurrent_stack, recurrence, method=self.method)
 
     def options_beyond_a_cell(self) -> list[str]:
-        """Those of every stack, and `reset_after=False`."""
+        """The options of every stack, and `reset_after=False`."""
         return [
             *super().options_beyond_a_cell(),
             *([] if self.reset_after else ["reset_after=False"]),

@@ -205,10 +205,11 @@ class RecurrentStack(SequenceLayer[State]):
         options = self.options_beyond_a_cell()
         if not options or not kernels <= names <= kernels | biases:
             return None
+        those = "this option" if len(options) == 1 else "these options"
         of_each = ", or give a table with `cell_table` of each cell" if len(self.cells) > 1 else ""
         return (
             f"a cell of torch.nn (it has weight_ih), but this {type(self).__name__} has "
-            f"{', '.join(options)}: build the layer without{of_each}"
+            f"{', '.join(options)}: build the layer without {those}{of_each}"
         )
 
     def _torch_nn_table(self) -> Table:

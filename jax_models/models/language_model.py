@@ -57,8 +57,8 @@ class LanguageModelConfig(ModelConfig):
     twin: ClassVar[str] = "torch_ref"
     """The module with the PyTorch twin, a class with the model's name and a `from_config`."""
     unsaved_values: ClassVar[Mapping[str, Any]] = {}
-    """The values of fields that the config.json of a run of an earlier version may lack, if they
-    are not the defaults.
+    """The values of fields that are missing in the config.json of a run of an earlier version, if
+    that version had other defaults.
     """
 
     vocab_size: int
@@ -323,7 +323,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return self.unembed(x)[:, 0], last
 
     def _hidden(self, tokens, state, lengths, starts, reset):
-        """Returns what `unembed` reads, the state after it, the rows, and how to place them."""
+        """Returns what `unembed` reads, the last state, the rows, their starts, and a mask.
+
+        The mask is that of `checked_spans`.
+        """
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")

@@ -15,12 +15,12 @@ class Wrapper(NamedTuple):
     """Patterns of whole words of a key. All of them must occur for one tensor, whose name they
     capture if it is a part of the word."""
     remedy: str
-    """What to do, where NAME stands for the name of the tensor."""
+    """What to do, where MODULE stands for the module that has the tensor, and NAME for its name."""
     is_prefix: bool = False
     """Whether the weights are unchanged, and only their keys are longer."""
 
 
-CALL = 'call torch.nn.utils.FUNCTION(module, "NAME") before module.state_dict()'
+CALL = 'call torch.nn.utils.FUNCTION(MODULE, "NAME") before module.state_dict()'
 PARAMETRIZED = CALL.replace("FUNCTION", "parametrize.remove_parametrizations")
 OF = r"parametrizations\.(\w+)\."
 QUANTIZED = "load the weights from before they were quantized"
@@ -103,10 +103,11 @@ def find_wrapped(keys: Iterable[Any]) -> list[Wrapped]:
         inside = [key for marks in whole.values() for each in marks.values() for key in each]
         if inside:
             left = [key for key in left if key not in {*inside}]
-            _, name = next(iter(whole))
+            path, name = next(iter(whole))
             listed = joined(dict.fromkeys(inside))
             some = ", ".join([*listed[:3], *(["…"] if len(listed) > 3 else [])])
-            remedy = wrapper.remedy.replace("NAME", name)
+            module = f'module.get_submodule("{path[:-1]}")' if path else "module"
+            remedy = wrapper.remedy.replace("MODULE", module).replace("NAME", name)
             description = f"{wrapper.name} ({some}): {remedy}"
             found.append(Wrapped(inside, description, wrapper.is_prefix))
     return found

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -18,6 +19,7 @@ from jax_models import (
     HawkLanguageModelConfig,
     Stack,
     from_torch,
+    project,
     to_torch,
 )
 from jax_models.weights import Table
@@ -69,6 +71,33 @@ def test_training_keeps_a_inside(monkeypatch, projects):
         params, state = apply_gradient(optimizer, gradient, state, params)
         inside.append(bool(((params["a"][...] >= 0) & (params["a"][...] <= 1)).all()))
     assert all(inside) == projects
+
+
+@pytest.mark.parametrize("kind", [RGLRU, Hawk])
+def test_a_new_layer_trains_with_clipped_gradients(kind):
+    """With "direct" the gradient of `a` is so large that clipping leaves the others nothing."""
+    x = np.random.default_rng(0).standard_normal((8, 32, 16)).astype(np.float32)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3))
+
+    def part_left(**options):
+        """The last loss of a small regression as a part of the first."""
+        graphdef, params = nnx.split(kind(16, rngs=nnx.Rngs(0), **options))
+
+        def loss(params):
+            return jnp.mean((nnx.merge(graphdef, params)(x)[0] - x.cumsum(1) / 2) ** 2)
+
+        def step(carry, _):
+            params, state = carry
+            value, gradient = jax.value_and_grad(loss)(params)
+            updates, state = optimizer.update(gradient, state)
+            return (project(optax.apply_updates(params, updates)), state), value
+
+        start = params, optimizer.init(params)
+        losses = jax.jit(lambda: jax.lax.scan(step, start, length=400)[1])()
+        return losses[-1] / losses[0]
+
+    assert part_left() < 0.6
+    assert part_left(parameterization="direct") > 0.9
 
 
 def start(**options) -> jax.Array:

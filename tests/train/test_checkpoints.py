@@ -178,6 +178,16 @@ def test_what_is_no_checkpoint_is_named_and_replaced(stranger, folder):
     assert not [*folder.glob("*.partial")]
 
 
+def test_a_checkpoint_that_is_evaluated_after_it_was_written_can_be_the_best(tmp_path):
+    """A run writes its first checkpoint before its first evaluation."""
+    for saved in ([(0, None), (0, 1.0)], [(2, 2.0), (3, 3.0), (4, 4.0)]):
+        checkpoints = Checkpoints(tmp_path)
+        for step, loss in saved:
+            checkpoints.save(step, state(step), loss)
+        checkpoints.close()
+    assert Checkpoints(tmp_path).steps == [0, 3, 4]
+
+
 def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
     """On a full disk, orbax raises the first error, and later writes find its event loop closed."""
     told = []

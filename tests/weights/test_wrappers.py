@@ -1,5 +1,7 @@
 """State dicts in which a wrapper stores a weight as something else, such as weight norm."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,15 @@ def test_a_wrapped_weight_is_recognized_instead_of_suggested(description):
     lines = str(error.value).splitlines()
     assert [line for line in lines if "missing" in line] == [f"  missing key {NAME}, shape (24, 6)"]
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values())
+def test_the_call_in_the_error_gives_the_weight_of_a_submodule_back(wrap):
+    module = nn.Sequential(nn.ReLU(), wrap(nn.LSTM(5, 6), NAME))
+    [wrapped] = find_wrapped(module.state_dict())
+    _, call, _ = re.split("call | before ", wrapped.description)
+    eval(call)
+    assert f"1.{NAME}" in module.state_dict()
 
 
 def names(*keys: str) -> dict:
