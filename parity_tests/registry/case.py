@@ -95,7 +95,7 @@ class Case:
                 scale = terms**-0.5 if tensor.ndim > 1 else 0.5
                 draw = scale * rng.standard_normal(shape)
                 draw = inside(rng, shape) if id(tensor) in variances else in_every_dtype(draw)
-                tensor.copy_(torch.from_numpy(draw))
+                tensor.copy_(torch.as_tensor(draw))  # the draw for a scalar is no array
             for tensor in self.bounded(twin):
                 draw = self.draw_bounded(rng, tuple(tensor.shape))
                 tensor.copy_(torch.from_numpy(draw))

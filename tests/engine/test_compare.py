@@ -244,7 +244,7 @@ def test_a_function_and_a_loader(library):
     assert (compared, noted) == (library == "jax", library != "jax")
 
 
-SAME = "return the same structure from both, by `call` and `call_twin`"
+SAME = "return the same structure from both, with `call` and `call_twin`"
 FAULTS = {
     f"results: torch returns y and JAX returns (y[0], y[1]): {SAME}": (
         lambda x: x,

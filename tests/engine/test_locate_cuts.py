@@ -299,7 +299,7 @@ PLACES = {
             nnx.Linear, lambda m, x: nnx.leaky_relu(m.inner(jax.lax.stop_gradient(x)), 0.2)
         ),
         linear("inner", "inner.0"),
-        {None, ""},
+        {""},
     ),
     "a gradient that JAX stops behind a layer": (
         Residual,
@@ -343,7 +343,7 @@ PLACES = {
 With a record, the culprit may be None instead of a module; with a torch module, only if the name is
 in `UNDECIDED`.
 """
-UNDECIDED = {"a gradient that JAX stops", "experts in one product"}
+UNDECIDED = {"experts in one product"}
 """Faults for which running the torch module again does not decide between candidates."""
 
 

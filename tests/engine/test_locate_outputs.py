@@ -46,6 +46,7 @@ def attention(weights, q, k, v):
 
 def cell(kind, fault, weights, x, h, c):
     """One step of a torch cell; only an LSTM has a cell state."""
+    x = jax.lax.stop_gradient(x) if fault == "stopped input" else x
     bias = jax.lax.stop_gradient(weights["bias_hh"]) if fault == "bias" else weights["bias_hh"]
     a, b = x @ weights["weight_ih"].T + weights["bias_ih"], h @ weights["weight_hh"].T + bias
     if kind == "RNN":
@@ -344,19 +345,35 @@ def attention_weights(m, xp, run, fault, x):
 
 def stopped(m, xp, run, fault, x):
     """All values are right, and a gradient is not."""
-    stop = (lambda x: x.detach()) if xp is torch else jax.lax.stop_gradient
     y, h, _ = run("rnn", x)
-    y = stop(y) if fault == "outputs" else y
-    h = stop(h) if fault == "state" else h
-    x = stop(x) if fault == "input" else x
+    y = stop(xp, y) if fault in ("outputs", "outputs and state") else y
+    h = stop(xp, h) if fault in ("state", "outputs and state") else h
+    x = stop(xp, x) if fault == "input" else x
     return m.head(y.mean(1) + h[-1] + x.mean(1))
 
 
+def detached(m, xp, run, fault, x):
+    """Only torch stops a gradient."""
+    y, h, c = run("rnn", x)
+    h = h if fault == "hidden state" else stop(xp, h)
+    c = c if fault == "cell state" else stop(xp, c)
+    return m.head(y.mean(1) + h[-1] + c[-1])
+
+
+def only_use(m, xp, run, fault, x):
+    """The last layer gives no gradient to its input."""
+    y, _, _ = run("rnn", x)
+    return m.head(stop(xp, y) if fault == "outputs" else y)
+
+
+def stop(xp, x):
+    return x.detach() if xp is torch else jax.lax.stop_gradient(x)
+
+
 def split_attention(m, xp, run, fault, x):
-    stop = (lambda x: x.detach()) if xp is torch else jax.lax.stop_gradient
     y, shares = m.mha(x, x, x)
-    y = stop(y) if fault == "output" else y
-    shares = stop(shares) if fault == "weights" else shares
+    y = stop(xp, y) if fault == "output" else y
+    shares = stop(xp, shares) if fault == "weights" else shares
     return m.head(y + shares @ x)
 
 
@@ -376,7 +393,9 @@ MISTAKES = {
     attended: ("cell state", "last step", "batch", "no softmax", "of inputs", "state instead"),
     self_attention: ("weights", "no residual"),
     attention_weights: ("transposed", "output", "outputs mixed", "one row"),
-    stopped: ("outputs", "state", "input"),
+    stopped: ("outputs", "state", "outputs and state", "input"),
+    detached: ("hidden state", "cell state"),
+    only_use: ("outputs",),
     split_attention: ("output", "weights"),
 }
 
@@ -463,16 +482,18 @@ def report_of(wiring, kind, framework, fault="", **options):
 # Each mistake is made in NNX and in one of the other forms, whose turn it is.
 OTHERS = [(each, False) for each in FRAMEWORKS if each != "NNX"]
 OTHERS += [(each, True) for each in ("NNX", "Equinox", "function")]
+MODULES = [form for form in OTHERS if form[0] != "function"]
 ALL = [(wiring, fault) for wiring, faults in MISTAKES.items() for fault in faults]
 CASES = [
     pytest.param(
         wiring,
         "LSTM" if form == 0 or "state" in fault else ("GRU", "RNN")[i % 2],
-        *(("NNX", False), OTHERS[i % len(OTHERS)])[form],
+        *(("NNX", False), others[i % len(others)])[form],
         fault,
         marks=[] if form == 0 and i % 4 == 0 else pytest.mark.slow,
     )
     for i, (wiring, fault) in enumerate(ALL)
+    for others in [MODULES if wiring is detached else OTHERS]  # a function does not show it
     for form in (0, 1)
 ]
 
@@ -492,12 +513,13 @@ def test_the_caller_is_the_culprit_if_it_uses_another_output(wiring, kind, frame
             ("RNN", "bias", [("NNX", True)]),
             ("GRU", "bias", [("Equinox", True)]),
             ("LSTM", "gates", []),
+            ("LSTM", "stopped input", [("Linen", False)]),
         )
-        for form in [("NNX", False), *OTHERS]
+        for form in [("NNX", False), *(MODULES if fault == "stopped input" else OTHERS)]
     ],
 )
 def test_the_layer_is_the_culprit_if_its_own_code_departs(kind, framework, cells, fault):
-    """Backward, if a bias has no gradient: a cell's output is also its carry."""
+    """Backward, if a bias or the input has no gradient: a cell's output is also its carry."""
     report = report_of(outputs, kind, framework, cells=cells, inner_fault=fault)
     assert not report.passed
     assert report.location.culprit == "rnn", f"\n{report}"

@@ -10,6 +10,7 @@ from faulty_pairs import Parts, TorchParts, X, located
 
 from parity_tests import compare, tap
 from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.traces.torch_trace import trace_torch
 from parity_tests.registry import CASES, MUTATIONS
@@ -122,3 +123,18 @@ def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatc
     ]
     assert sizes[0] == 0 < sizes[-1]
     assert ["weight gradients" in run.results for run in traced] == [bool(size) for size in sizes]
+
+
+def test_successive_calls_that_agree_share_a_row():
+    """Both cells of a loop, whose third step departs; backward, the last call comes first."""
+    visits = [
+        Visit(cell, cell, step * 1e-16, None, departs=step == 3, number=step)
+        for step in (1, 2, 3)
+        for cell in ("a", "b")
+    ]
+    *rows, _ = str(Location("float64", tuple(visits), "b", "b in call 3 of 3")).splitlines()
+    names = ["a, calls 1 to 2", "b, calls 1 to 2", "a, call 3", "b, call 3"]
+    assert [row[:18].strip() for row in rows[1:]] == names
+    assert rows[1].split()[5:] == ["2.0e-16", "–", "a"]
+    *rows, _ = str(Location("float64", tuple(visits[3::-1]), None, "")).splitlines()
+    assert [row[:18].strip() for row in rows[1:]] == names[1::-1]

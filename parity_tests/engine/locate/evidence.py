@@ -56,7 +56,8 @@ class Evidence:
 
     An array is matched if JAX's counterpart of the call has it, or if it occurs anywhere among the
     arrays that JAX computes. It departs if the counterpart has another array in its place.
-    Otherwise its state is unknown. `min_bound` is the error up to which arrays always agree.
+    Otherwise its state is unknown. Gradients that JAX does not compute, because it stops them
+    elsewhere, have no state. `min_bound` is the error up to which arrays always agree.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Evidence:
         self.trace = reference.trace
         self.states: dict[tuple[Call, str], dict[str, str]] = {}
         self.differences: dict[tuple[Call, str], dict[str, Difference]] = {}
-        self.stopped_calls: set[Call] = set()
-        """The calls in which, or before which, JAX stops a gradient."""
+        self._stopped: set[tuple[str, bytes]] = set()
+        """The slot and the identity of each gradient that JAX stops elsewhere."""
         self.paired_calls = pairs.keys() - {self.trace.root}
         incoming, outgoing = direction.incoming, direction.outgoing
         self._incoming_arrays = {
@@ -84,8 +85,10 @@ class Evidence:
             for slot in (incoming, outgoing):
                 self.states[call, slot] = dict.fromkeys(call.slots[slot], UNKNOWN)
                 self._compare(call, slot)
-            if direction is BACKWARD and call in pairs:
-                self._note_stopped_gradient(call)
+        for (call, slot), states in self.states.items():
+            for label in [each for each, state in states.items() if state == UNKNOWN]:
+                if (slot, identity(call, slot, label)) in self._stopped:
+                    del states[label]
         if direction is FORWARD:
             whole = self.trace.root
             self.states[whole, incoming] = dict.fromkeys(whole.slots[incoming], MATCHED)
@@ -168,8 +171,9 @@ class Evidence:
     def _compare_gradients(self, call: Call, slot: str, calls: list[Call]) -> None:
         """Compare the gradients of the arrays that correspond."""
         # The gradient of an array includes those of its repetitions, if JAX repeats it as well.
-        values, jax_values = call.slots[VALUES_OF[slot]], joined(calls, VALUES_OF[slot])
-        places = self._places(call, VALUES_OF[slot], calls)
+        values_slot = VALUES_OF[slot]
+        values, jax_values = call.slots[values_slot], joined(calls, values_slot)
+        places = self._places(call, values_slot, calls)
         jax_repeated = repetitions(jax_values, [place.label for place in places.values()])
         repeated = {
             label: (target, indices)
@@ -179,22 +183,28 @@ class Evidence:
         expected = gradients_of_all_uses(values, call.slots[slot], repeated)
         actual = gradients_of_all_uses(jax_values, joined(calls, slot), jax_repeated)
 
-        # An output that JAX does not use has no gradient there. If several calls pass something to
-        # each other through other code, the gradients of their outputs prove nothing.
-        is_incoming = slot == BACKWARD.incoming
-        is_known = not is_incoming or len(calls) == 1 or is_chain(calls)
-        is_recorded = "weight gradients" in self.jax_trace.results
-        for label, gradient in expected.items():
-            if label not in places:
-                continue
+        # A differentiated array without a gradient has a gradient of zero. If JAX does not
+        # differentiate an array, it stops the gradient in the code that computes the array. If
+        # several calls pass something to each other through other code, the gradients of their
+        # outputs prove nothing.
+        if slot == BACKWARD.incoming and len(calls) > 1 and not is_chain(calls):
+            return
+        for label, place in places.items():
+            gradient, found = expected.get(label), place.of(actual)
             labels = [
                 each for each in call.slots[slot] if label in (each, repeated.get(each, ("",))[0])
             ]
-            found = places[label].of(actual)
-            if found is not None and is_known:
+            if gradient is not None and found is not None:
                 self._judge(call, slot, labels, found, gradient)
-            elif is_incoming and is_known and is_recorded and calls[0].kind != "tap":
-                self.states[call, slot] |= dict.fromkeys(labels, DEPARTS)
+            elif label in repeated or place.label in jax_repeated or calls[0].kind == "tap":
+                continue  # the gradient belongs to another array, or JAX may not use what it taps
+            elif gradient is not None and gradient.any():
+                if any((values_slot, place.label) in each.differentiated for each in calls):
+                    self._judge(call, slot, labels, np.zeros_like(gradient), gradient)
+                else:
+                    self._stopped |= {(slot, identity(call, slot, each)) for each in labels}
+            elif found is not None and found.any() and (values_slot, label) in call.differentiated:
+                self._judge(call, slot, [label], found, np.zeros_like(values[label]))
 
     def _compare_parts(self, call: Call, slot: str) -> None:
         """Look for a call's features in several JAX modules: ports may split a joint projection."""
@@ -238,18 +248,6 @@ class Evidence:
         self.differences.setdefault((call, slot), {}).update(dict.fromkeys(labels, found))
         self.states[call, slot] |= dict.fromkeys(labels, state)
 
-    def _note_stopped_gradient(self, call: Call) -> None:
-        """Note if JAX stops a gradient that torch does not, in a module or before it.
-
-        If no gradient reaches the outputs of JAX's module, it is stopped after the module.
-        """
-        counterpart = self.pairs[call][0].slots
-        is_tap = not counterpart["inputs"]
-        if is_tap or not call.slots[BACKWARD.outgoing] or counterpart[BACKWARD.outgoing]:
-            return
-        if counterpart[BACKWARD.incoming] or "weight gradients" not in self.jax_trace.results:
-            self.stopped_calls.add(call)
-
     def _compare_weight_gradients(self) -> None:
         """Compare the gradients of weights, which a call gives in addition to those of its inputs.
 
@@ -286,6 +284,7 @@ class Evidence:
             for call in self.trace.calls
             for slot in (self.direction.incoming, self.direction.outgoing)
             for label in call.slots[slot]
+            if label in self.states[call, slot]
         ]
         matched = {each for c, s, label, each in places if self.states[c, s][label] == MATCHED}
         self.matched_arrays = matched

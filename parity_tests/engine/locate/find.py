@@ -174,8 +174,16 @@ def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
         found = evidence.differences.get((call, slot), {}).values()
         errors.append(max((d.error for d in found), default=None))
         layouts += [d.layout for d in found if d.layout]
-    jax_name = evidence.pairs[call][0].name
-    return Visit(call.name, jax_name, errors[0], errors[1], departs, ", ".join({*layouts}))
+    numbers = _number(evidence.trace, call)
+    return Visit(
+        call.name,
+        evidence.pairs[call][0].name,
+        errors[0],
+        errors[1],
+        departs,
+        remark=", ".join({*layouts}),
+        number=None if numbers is None else numbers[0],
+    )
 
 
 def _hyperparameters(evidence: Evidence, culprit: Call) -> Iterator[str]:
@@ -190,6 +198,11 @@ def _title(trace: Trace, call: Call) -> str:
     """The name of a call's submodule, with the call's number if the submodule has several calls."""
     if not call.name:
         return "the module itself"
-    calls = [each for each in trace.calls if each.name == call.name]
-    which = f" in call {calls.index(call) + 1} of {len(calls)}" if len(calls) > 1 else ""
-    return call.name + which
+    numbers = _number(trace, call)
+    return call.name if numbers is None else f"{call.name} in call {numbers[0]} of {numbers[1]}"
+
+
+def _number(trace: Trace, call: Call) -> tuple[int, int] | None:
+    """The number of a call and of all calls of its submodule; None if there are no others."""
+    calls = [each for each in trace.calls if each.name and each.name == call.name]
+    return (calls.index(call) + 1, len(calls)) if len(calls) > 1 else None

@@ -1,6 +1,7 @@
 """The result of `locate`: the calls that were compared, and the culprit."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +21,8 @@ class Visit:
     output_error: float | None
     departs: bool
     remark: str = ""
+    number: int | None = None
+    """The number of the call, from 1, if the submodule is called several times."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +39,50 @@ class Location:
     remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """A table up to the culprit."""
-        names = [visit.torch_name or "(itself)" for visit in self.visits]
+        """A table up to the culprit, in which successive calls that agree share a row."""
+        rows = _rows(self.visits)
+        names = [_name(row) for row in rows]
         width = max([len(name) + 2 for name in names] + [11])
         lines = [f"{self.dtype:{width}}{'input':>9}{'output':>9}  in the model"] if names else []
-        for name, visit in zip(names, self.visits, strict=True):
-            errors = "".join(f"{_short(e):>9}" for e in (visit.input_error, visit.output_error))
-            remark = f"  {visit.remark}" if visit.remark else ""
-            lines.append(f"{name:{width}}{errors}  {visit.jax_name or '(itself)'}{remark}")
+        for name, row in zip(names, rows, strict=True):
+            errors = [v.input_error for v in row], [v.output_error for v in row]
+            shown = "".join(f"{_short(_largest(each)):>9}" for each in errors)
+            remark = f"  {row[0].remark}" if row[0].remark else ""
+            lines.append(f"{name:{width}}{shown}  {row[0].jax_name or '(itself)'}{remark}")
         return "\n".join([*lines, *self.remarks, f"first to depart: {self.verdict}"])
+
+
+def _rows(visits: Iterable[Visit]) -> list[list[Visit]]:
+    """The visits by row: those of successive calls of a submodule that agree share one.
+
+    Other submodules may be called in between, such as the other cells in a loop.
+    """
+    rows: list[list[Visit]] = []
+    open_rows: dict[tuple[str, str, str], list[Visit]] = {}
+    for visit in visits:
+        key = visit.torch_name, visit.jax_name, visit.remark
+        row = open_rows.get(key)
+        if visit.number is None or visit.departs:
+            rows.append([visit])
+        elif row and row[-1].number is not None and abs(row[-1].number - visit.number) == 1:
+            row.append(visit)
+        else:
+            open_rows[key] = [visit]
+            rows.append(open_rows[key])
+    return rows
+
+
+def _name(row: Sequence[Visit]) -> str:
+    """The name of the submodule of a row, and the numbers of its calls."""
+    name, numbers = row[0].torch_name or "(itself)", sorted(v.number for v in row if v.number)
+    if not numbers:
+        return name
+    first, last = numbers[0], numbers[-1]
+    return f"{name}, call {first}" if first == last else f"{name}, calls {first} to {last}"
+
+
+def _largest(errors: Iterable[float | None]) -> float | None:
+    return max((error for error in errors if error is not None), default=None)
 
 
 def _short(error: float | None) -> str:

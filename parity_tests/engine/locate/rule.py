@@ -64,16 +64,6 @@ class Rule:
         return call.sources if self.is_forward else self.consumers.get(call, set())
 
     def culprit(self, frame: Call) -> Culprit:
-        """The culprit inside a call.
-
-        There are several candidates if JAX stops a gradient in the call that is found, or maybe
-        before it.
-        """
-        found = self._descend(frame)
-        stopped = [c for c in self.evidence.stopped_calls if found.call in (c, *c.ancestors)]
-        return self._ambiguous(found, *stopped) if stopped and not found.candidates else found
-
-    def _descend(self, frame: Call) -> Culprit:
         """The culprit inside a call that takes right arrays and gives wrong ones."""
         # If no inner call is a suspect, the fault is in the call's own code, after its last inner
         # call that is right.
@@ -116,7 +106,7 @@ class Rule:
         states = self.evidence.states
         inner = self.evidence.trace.calls_inside(first, self.evidence.direction)
         if any(states[call, slot] for call in inner for slot in (self.incoming, self.outgoing)):
-            return self._descend(first)
+            return self.culprit(first)
         return self._leaf_culprit(before_first, first)
 
     def _leaf_culprit(self, in_frame: Culprit, leaf: Call) -> Culprit:

@@ -75,7 +75,7 @@ def _held_weights(
     def on_weights(call: Call, leaves: list[Any]) -> None:
         keys = found.setdefault(call, set())
         for leaf in filter(is_inexact, leaves):
-            observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
+            observed(lambda value: keys.update(keys_of(value)), None, None, jnp.asarray(leaf))
 
     trace = Trace()
     filled = dataclasses.replace(problem, twin=WeightsOnly(weights))

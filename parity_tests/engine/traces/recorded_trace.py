@@ -42,6 +42,7 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
                 "hyperparameters": call.hyperparameters,
                 "sources": sorted(source.index for source in call.sources),
                 "labels": [[*call.slots[slot]] for slot in SLOTS],
+                "differentiated": sorted(call.differentiated),
             }
             for call in trace.calls
         ],
@@ -65,10 +66,11 @@ def recorded_calls(
     trace = Trace(results=oracle)
     for i, each in enumerate(facts["calls"]):
         parent = None if each["parent"] is None else trace.calls[each["parent"]]
-        hyperparameters = each.get("hyperparameters", {})  # an older record has none
+        hyperparameters = each.get("hyperparameters", {})  # an older record lacks both
         call = Call(
             each["name"], each["kind"], i, parent, frozenset(each["weights"]), hyperparameters
         )
+        call.differentiated = {*map(tuple, each.get("differentiated", ()))}
         for slot, labels in zip(SLOTS, each["labels"], strict=True):
             call.slots[slot] = {label: arrays[_array_name(i, slot, label)] for label in labels}
         trace.calls.append(call)

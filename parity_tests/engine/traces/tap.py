@@ -41,17 +41,21 @@ batching.primitive_batchers[tell_p] = _tell_batch
 mlir.register_lowering(tell_p, mlir.lower_fun(_tell_from_device, multiple_results=False))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def observed(forward: Callable, backward: Callable, x: jax.Array) -> jax.Array:
-    """The same array; `forward` is called with its value, and `backward` with its gradient's."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def observed(forward: Callable, backward: Any, differentiated: Any, x: jax.Array) -> jax.Array:
+    """The same array; `forward` is called with its value, and `backward` with its gradient's.
+
+    If the array is differentiated, `differentiated` is called.
+    """
     return tell_p.bind(x, tell=forward)
 
 
-def _forward(forward, backward, x):
+def _forward(forward, backward, differentiated, x):
+    differentiated()
     return tell_p.bind(x, tell=forward), None
 
 
-def _backward(forward, backward, _, gradient):
+def _backward(forward, backward, differentiated, _, gradient):
     if gradient.dtype == jax.dtypes.float0:
         return (None,)
     return (tell_p.bind(gradient, tell=backward),)
@@ -76,6 +80,7 @@ def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) ->
         return observed(
             partial(trace.keep, call, forward, label),
             partial(trace.keep, call, backward, label),
+            partial(call.differentiated.add, (forward, label)),
             jnp.asarray(x),
         )
 

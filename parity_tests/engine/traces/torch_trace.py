@@ -71,6 +71,7 @@ def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str,
             call.dtypes[forward][label] = str(x.dtype).removeprefix("torch.")
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
+        call.differentiated.add((forward, label))
         if forward == "inputs":
             call.sources |= {*producers(x, nodes)}
         x = x.clone()

@@ -60,6 +60,12 @@ class Call:
     """The calls from whose outputs the inputs are computed without another call (only in torch)."""
     identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
     """Identifiers of the arrays, by slot and label; equal arrays have equal identifiers."""
+    differentiated: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    """The slot and label of each input and output that a differentiated weight or input reaches.
+
+    If such an array has no gradient, its gradient is zero. The others are computed from constants,
+    from integers, or behind a stopped gradient.
+    """
 
     @property
     def ancestors(self) -> Iterator["Call"]:

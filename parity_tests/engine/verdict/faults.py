@@ -24,7 +24,7 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
     if structure(oracle) != structure(ours):
         faults.append(
             f"results: {reference} returns {structure(oracle)} and {model} returns "
-            f"{structure(ours)}: return the same structure from both, by `call` and `call_twin`"
+            f"{structure(ours)}: return the same structure from both, with `call` and `call_twin`"
         )
     for group in GROUPS[:2]:
         expected, actual = oracle.get(group, {}), ours.get(group, {})

@@ -26,8 +26,8 @@ def faults_of_transposed_kernels(
 ) -> list[str]:
     """A fault that names the kernels to transpose, if differing results then agree.
 
-    The axes in and out of a square kernel have the same size, so that the wrong order raises no
-    error. The reference runs with these axes exchanged: in all kernels, in those that have the same
+    The axes in and out of a square kernel have the same size, so the wrong order raises no error.
+    The reference runs with these axes exchanged: in all kernels, in those that have the same
     place in each block, because one line of a loader loads them, and in each kernel alone.
     """
     dtype, group, error = next(report.failures, ("", "", None))
@@ -47,10 +47,10 @@ def faults_of_transposed_kernels(
         if expected and all(each <= error.bound for named in errors for each in named.values()):
             more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
             return [
-                "weights: both sides agree if the axes in and out are exchanged in "
-                f"{', '.join(keys[:MOST_NAMES])}{more}. They have the same size, so that no shape "
-                "shows it. Load the weights with these axes in the model's order: torch's Linear "
-                "and Conv have (out, in), and most kernels in JAX have (in, out)"
+                "weights: both sides agree if these kernels are transposed when they are loaded: "
+                f"{', '.join(keys[:MOST_NAMES])}{more}. They are square, so the wrong order "
+                "of axes raises no error: torch's Linear and Conv have (out, in), and most kernels "
+                "in JAX have (in, out)"
             ]
     return []
 
