@@ -4,7 +4,7 @@ All blocks of a page that begin with ```python share a namespace, in a process o
 figure that a block leaves open is saved. A page may show the output of a block itself, in a fence
 without a language directly below the block; in such a fence, `…` stands for any number of lines.
 
-What a page needs beyond that to run as a test is in `page.test.py` beside `page.md`, which runs
+If a page needs more to run as a test, this code is in `page.test.py` beside `page.md`, which runs
 first, in the same namespace. If it defines a function `shell`, it receives each line of the blocks
 that begin with ```bash.
 """
