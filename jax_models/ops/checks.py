@@ -86,7 +86,7 @@ def lengths_within(
         inside = jnp.clip(lengths.astype(dtype), *limits)
         return inside.astype(jnp.int32), inside != lengths.astype(dtype)
     values = np.asarray(lengths)
-    outside = (values < 0) | (values > (time if np.ndim(time) == 0 else np.asarray(time)))
+    outside = (values < 0) | (values > np.asarray(time))
     if outside.any():
         limit = time if np.ndim(time) == 0 else "the row's length"
         raise ValueError(f"{name}: expected values in 0 … {limit}, got {values[outside].tolist()}")

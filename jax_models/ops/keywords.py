@@ -221,7 +221,7 @@ def refuse_missing(
 
 
 def _shown(name: str, signature: inspect.Signature, args: tuple) -> str:
-    """The name of a function in errors. A constructor has that of its class."""
+    """The name of a function in errors, or of its class if it is a constructor."""
     if "self" not in signature.parameters:
         return name
     method = "" if name in ("__init__", "__call__") else f".{name}"

@@ -174,7 +174,8 @@ class Loop : public Job {
     const int64_t units = division_.units, start = group * units, all = division_.of_direction();
     // The parts of a direction share the packed weights.
     const int64_t start_all = start / all * all;
-    share(start_all, all, start + first - start_all, 0, false, [&](const Part& part) { prepare(part); });
+    share(start_all, all, start + first - start_all, 0, false,
+          [&](const Part& part) { prepare(part); });
     for (int64_t part = start_all; part < start_all + all; ++part) wait(progress_[part], 0);
     if (units == 1) {
       share(start, 1, 0, 1, false, [&](const Part& part) {

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """Whether only the last call counts: the last state of a layer is the one of its last step."""
 
     def of(self, arrays: Arrays) -> np.ndarray | None:
-        """The array in this place; None if there is none."""
+        """The array in this place, or None if there is no such array."""
         array = arrays.get(self.label)
         return array[-1] if self.is_last and array is not None else array
 
@@ -52,8 +52,8 @@ def is_chain(calls: list[Call]) -> bool:
 def joined(calls: list[Call], slot: str) -> Arrays:
     """The arrays in a slot of several calls, as if they were one call.
 
-    The arrays under a label are stacked. What a call takes from an earlier one is left out, and so
-    is the gradient that it gives back to the earlier one.
+    The arrays under a label are stacked. An input that a call takes from an earlier call is left
+    out, and so is the gradient that it gives back to the earlier call.
     """
     if len(calls) == 1:
         return calls[0].slots[slot]
