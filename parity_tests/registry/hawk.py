@@ -47,8 +47,10 @@ hawk = partial(paired, layout="hawk", architecture="hawk", bounded=decays)
 DIRECT: dict[str, Any] = {"parameterization": "direct"}
 AT_THE_BOUND = {"c": 5e-7}
 """With this `c`, √(1 − a²) is around 1/2000, where its derivative reaches the layer's limit."""
-softplus_config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
-config = dataclasses.replace(softplus_config, **DIRECT)
+config = HawkLanguageModelConfig(
+    vocab_size=11, features=6, num_layers=2, mlp_features=8, parameterization="direct"
+)
+softplus_config = dataclasses.replace(config, parameterization="softplus")
 
 CASES = [
     hawk("RGLRU", partial(RGLRU, 5, **DIRECT)),

@@ -225,7 +225,7 @@ delta = partial(
     ("layer", "path", "axis"),
     [
         (partial(Hawk, 32), "rglru.input_gate.kernel", 1),
-        (partial(Hawk, 32), "rglru.a", 0),
+        (partial(Hawk, 32), "rglru.a_param", 0),
         (griffin, "rglru.input_gate.kernel", 0),
         (griffin, "rglru.a_param", 0),
         (griffin, "conv.kernel", 1),
