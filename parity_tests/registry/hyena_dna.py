@@ -52,7 +52,7 @@ CASES = [
             partial(HyenaDNAMixer, 5, MAX_LENGTH, order=order, mlp_features=6, **network),
             layout=layout,
         )
-        for order, layout in ((2, "safari"), (3, "hyena-dna"))
+        for order, layout in ((3, "hyena-dna"), (2, "safari"))
     ),
     hyena_dna(
         "HyenaDNAMixer, safari's options",

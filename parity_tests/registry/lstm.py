@@ -31,7 +31,11 @@ plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, method="xla")
 projected = torch_nn_cases("LSTM proj", partial(nn.LSTM, proj_size=4), LSTM, proj_features=4)
 
 CASES = [
-    lstm("LSTMScratch", partial(LSTM, 5, 6), partial(torch_ref.LSTMScratch, 5, 6)),
+    lstm(
+        "LSTMScratch",
+        partial(LSTM, 5, 6, method="xla"),
+        partial(torch_ref.LSTMScratch, 5, 6),
+    ),
     lstm(
         "LSTMScratch no bias",
         partial(LSTM, 5, 6, use_bias=False),
@@ -159,7 +163,7 @@ MUTATIONS = [
     *(
         masks(
             name,
-            plain[0].name,
+            "LSTMScratch",
             plant=replaced("jax_models.ops.lstm.recurrence", wrong),
             check=check,
         )

@@ -60,17 +60,24 @@ def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant
         with contextlib.ExitStack() as stack:
             stack.callback(jax.clear_caches)
             for target in [targets] if isinstance(targets, str) else targets:
-                path, _, name = target.rpartition(".")
-                owner = pkgutil.resolve_name(path)
-                stack.enter_context(mock.patch.object(owner, name, wrong(getattr(owner, name))))
+                stack.enter_context(_patched(target, wrong))
             jax.clear_caches()
             yield
 
     return plant
 
 
+def _patched(target: str, wrong: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    return mock.patch.object(owner, name, wrong(getattr(owner, name)))
+
+
 def edited(edit: Callable[[Any], None]) -> Plant:
-    """Edits every layer of a case as soon as its weights are loaded."""
+    """Edits every layer of a case as soon as its weights are loaded.
+
+    JAX's caches stay, because a program depends on the layer that it is compiled for.
+    """
 
     def wrong(load):
         def load_edited(*args):
@@ -80,7 +87,7 @@ def edited(edit: Callable[[Any], None]) -> Plant:
 
         return load_edited
 
-    return replaced("parity_tests.registry.case.Case.load", wrong)
+    return lambda: _patched("parity_tests.registry.case.Case.load", wrong)
 
 
 def submodule_at(model: Any, path: str) -> Any:
@@ -155,7 +162,7 @@ def two_swapped() -> Plant:
 
         return from_swapped
 
-    return replaced("parity_tests.registry.case.from_torch", wrong)
+    return lambda: _patched("parity_tests.registry.case.from_torch", wrong)
 
 
 def epsilon_doubled(path: str) -> Plant:

@@ -78,6 +78,8 @@ CASES = [
     language_model(
         "RNNLanguageModel of GRU", "torch.nn", vocab_size=11, context_length=9, cell="gru"
     ),
+    language_model("RNNLanguageModel of minGRU", "minimal", cell="min_gru", num_layers=2),
+    language_model("RNNLanguageModel of minLSTM", "minimal", cell="min_lstm"),
 ]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch_ref
 from jax_models import SelfAttentionBlock
 from parity_tests.registry.case import Case
-from parity_tests.registry.mutation import Mutation, replaced, two_swapped
+from parity_tests.registry.mutation import Mutation, mask_ignored, replaced, two_swapped
 
 CASES = [
     Case(
@@ -25,12 +25,14 @@ def keys_for_queries(attention):
     return lambda q, k, *args, **options: attention(k, q, *args, **options)
 
 
+OPERATOR = "jax_models.ops.local_attention"
 MUTATIONS = [
     Mutation("two weights of one shape swapped", "SelfAttentionBlock", "weights", two_swapped()),
     Mutation(
         "queries and keys swapped",
         "SelfAttentionBlock",
         "forward",
-        replaced("jax_models.ops.local_attention", keys_for_queries),
+        replaced(OPERATOR, keys_for_queries),
     ),
+    *mask_ignored("SelfAttentionBlock", OPERATOR),
 ]

@@ -117,5 +117,5 @@ MUTATIONS = [
         )
         for check in (STEPS, CUT)
     ),
-    *mask_ignored("StripedHyenaMixer", OPERATOR),
+    *mask_ignored("StripedHyenaBlock", OPERATOR),
 ]

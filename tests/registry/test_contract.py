@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from selection import FIRST
 
 from jax_models import SequenceLayer, state_batch_axes
 from parity_tests.registry import CASES
 
-FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
-names = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow)
-        for name, case in CASES.items()
-        if "cpu" in case.platforms
-    ],
-)
+names = pytest.mark.parametrize("name", FIRST.values())
 
 
 def traced(name: str, dtype, *shapes: tuple[int, ...]):
@@ -31,8 +24,6 @@ def traced(name: str, dtype, *shapes: tuple[int, ...]):
 @names
 def test_a_bfloat16_layer_has_a_float32_state(name):
     """Rounding a state to bfloat16 at each step would lose much of a long sequence."""
-    if getattr(CASES[name].abstract(), "method", None) == "native":
-        pytest.skip("the kernels have no bfloat16")
     [(y, state)] = traced(name, jnp.bfloat16, CASES[name].inputs().shape)
     assert y.dtype == jnp.bfloat16
     floating = {s.dtype for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.floating)}

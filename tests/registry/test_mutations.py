@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 
 import pytest
+from flax import nnx
+from selection import CHECKED, COLLECTED
 
 from parity_tests.checks import is_caught
 from parity_tests.registry import CASES, MUTATIONS
@@ -16,8 +18,20 @@ def test_is_caught(mutation):
     assert is_caught(mutation)
 
 
+def test_every_fault_is_noticed_by_a_test():
+    """A fault without a check is noticed by the comparison with the twin, which all cases have."""
+    assert {(m.case, m.check) for m in MUTATIONS if m.check} <= {*COLLECTED}
+
+
+def test_every_kind_of_layer_is_checked():
+    def kinds(names):
+        return {type(m) for name in names for _, m in nnx.iter_modules(CASES[name].abstract())}
+
+    assert kinds(CHECKED) == kinds(CASES)
+
+
 @pytest.mark.parametrize("check", [None, "steps equal sequence"])
-def test_what_is_no_fault_is_not_caught(check):
+def test_a_harmless_change_is_not_caught(check):
     harmless = dataclasses.replace(
         MUTATIONS[0], plant=contextlib.nullcontext, check=check, dtypes=("float64",)
     )

@@ -1,10 +1,11 @@
-"""Every check on every case of the registry. The slowest run only in `make test-all`."""
+"""The cases of the registry against their twins, and the checks on the layers."""
 
 import functools
 
 import numpy as np
 import pytest
 import torch
+from selection import CHECKED, COLLECTED, FIRST
 
 import torch_ref
 from parity_tests.checks import CHECKS
@@ -46,7 +47,6 @@ def platform_here(name) -> str:
     return here[0] if here else pytest.skip(f"no {' or '.join(platforms)} on this machine")
 
 
-FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
 QUICK = {
     name
     for architecture, name in FIRST.items()
@@ -56,16 +56,10 @@ QUICK = {
 in float32, and runs the checks on them."""
 
 
-@rows(CASES)
+@rows(CHECKED)
 def test_agrees_with_twin(name):
     dtypes = ("float64", "float32") if name in QUICK else ("float64",)
     assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
-
-
-@pytest.mark.slow
-@rows(name for name in CASES if name not in QUICK)
-def test_agrees_with_twin_in_float32(name):
-    assert_within_bounds(measure_twin(CASES[name].problem(), ("float32",), platform_here(name)))
 
 
 @pytest.mark.optimized
@@ -86,29 +80,31 @@ LATE = (
     "a document is the same wherever it is",
     "a document goes on in another row and from a file",
     "jit equals eager",
+    "left padding has no influence",
     "vmap equals loop",
     "optimizer follows the same trajectory",
 )
 """The checks that compile most."""
 
 
-def checks():
-    """A test parameter for each case and check."""
-    for name, case in CASES.items():
-        for check in CHECKS if "float64" in case.dtypes else ():
-            marks = slow_unless(name in QUICK and check not in LATE)
-            yield pytest.param(name, check, marks=[pytest.mark.xdist_group(name), *marks])
-
-
-@pytest.mark.parametrize(("name", "check"), [*checks()])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(
+            *(name, check),
+            marks=[
+                pytest.mark.xdist_group(name),
+                *slow_unless(name in QUICK and check not in LATE),
+            ],
+        )
+        for name, check in COLLECTED
+    ],
+)
 def test_holds(name, check):
     CHECKS[check](subject(name))
 
 
-LANGUAGE_MODELS = [name for name in CASES if "LanguageModel" in name or "GPModel" in name]
-
-
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.config])
 def test_the_twins_text_goes_on_from_the_state(name):
     """The expected text reads the whole text, or its longest context, again for each token."""
     twin = CASES[name].build_twin().eval()

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import FIRST
 
 from jax_models import state_batch_axes
 from parity_tests.registry import CASES, TIME
@@ -17,16 +18,7 @@ from parity_tests.registry import CASES, TIME
 pytestmark = pytest.mark.slow
 BATCH = 8
 PLATFORMS = ("cpu", "cuda", "tpu")
-OF_ONE_METHOD = ("by associative", "in chunks", "by kernel")
-NAMES = [
-    name
-    for name, case in CASES.items()
-    if "cpu" in case.platforms and not any(method in name for method in OF_ONE_METHOD)
-]
-rows = pytest.mark.parametrize("name", NAMES)
-on_all_platforms = pytest.mark.parametrize(
-    "name", [name for name in NAMES if len(CASES[name].platforms) == len(PLATFORMS)]
-)
+rows = pytest.mark.parametrize("name", FIRST.values())
 
 
 def functions(name: str):
@@ -52,7 +44,7 @@ def symbolic(name: str, x, batch, time):
     return jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype)
 
 
-@on_all_platforms
+@rows
 @pytest.mark.parametrize(("batch", "time"), [(BATCH, TIME), ("b", "t")])
 def test_is_exported_for_all_platforms_together(batch, time, name):
     """A layer with an FFT must know the number of steps."""
@@ -67,7 +59,7 @@ def test_is_exported_for_all_platforms_together(batch, time, name):
             exported(params, symbolic(name, x, batch, time))
 
 
-@on_all_platforms
+@rows
 def test_a_stored_program_runs_with_states_at_any_size(name):
     """No class of ours has to be registered before."""
     pytest.importorskip("flatbuffers")
