@@ -1,8 +1,9 @@
 """The registry: a file for each architecture, with its cases and its planted faults.
 
-The report, and every check, run on every case. The registry collects the `CASES` and `MUTATIONS` of
-the files in this folder, and of the modules that other packages name in the entry point group
-`twinscan.registry`.
+The report compares every case with its twin. The checks run on the first case of each architecture
+and on the cases with a planted fault that a check must find. The registry collects the `CASES` and
+`MUTATIONS` of the files in this folder, and of the modules that other packages name in the entry
+point group `twinscan.registry`.
 """
 
 import sys

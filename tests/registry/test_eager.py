@@ -34,7 +34,7 @@ def calls(name: str):
     yield "value_and_grad", lambda: jax.value_and_grad(loss, argnums)(params, x)
 
 
-@pytest.mark.parametrize("name", FIRST.values())
+@pytest.mark.parametrize("name", [name for name in FIRST.values() if CASES[name].config is None])
 def test_an_equal_eager_call_compiles_nothing(name, compilations):
     for what, call in calls(name):
         first, before = jax.device_get(call()), len(compilations)
@@ -44,7 +44,7 @@ def test_an_equal_eager_call_compiles_nothing(name, compilations):
             np.testing.assert_array_equal(a, b, what)
 
 
-@pytest.mark.parametrize("name", ["RGLRU", "RWKVTimeMix", "LSTMProj"])
+@pytest.mark.parametrize("name", ["RGLRU", "LSTMProj"])
 def test_a_thousand_eager_calls_keep_no_memory(name):
     _, call = next(calls(name))
     for _ in range(100):
