@@ -26,11 +26,12 @@ def x64():
         yield
 
 
-@pytest.fixture(scope="session")
-def process_with_eight_devices():
-    """A process with eight devices and float64.
+@pytest.fixture(scope="module")
+def on_eight_devices():
+    """Calls a function of a test's module in a process with eight devices and float64.
 
-    JAX cannot change the number of its devices once it has started, so all tests share a process.
+    JAX cannot change the number of its devices once it has started. The process ends with the
+    module, because it keeps all memory that its programs have ever taken.
     """
     eight = (MeshConfig(data=8),)
     with ProcessPoolExecutor(1, get_context("spawn"), provide_devices, eight) as pool:
@@ -38,15 +39,7 @@ def process_with_eight_devices():
             patch.setenv("JAX_PLATFORMS", "cpu")
             patch.setenv("JAX_ENABLE_X64", "1")
             pool.submit(jax.device_count).result()
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def on_eight_devices(process_with_eight_devices):
-    """Calls a function of a test's module in `process_with_eight_devices`."""
-    submit = process_with_eight_devices.submit
-    yield lambda function, *args: submit(function, *args).result()
-    submit(jax.clear_caches).result()  # frees the memory of the module's programs
+        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 @pytest.fixture
