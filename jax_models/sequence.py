@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.auto_axes import with_auto_axes
 from jax_models.call_arguments import (
     State,
     checked_features,
@@ -20,7 +21,6 @@ from jax_models.call_arguments import (
     checked_step_reset,
     state_batch_axes,
 )
-from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import checked_count, set_rows_to_nan
 from jax_models.ops.rows import roll_rows

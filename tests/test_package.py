@@ -53,16 +53,16 @@ MAY_IMPORT = {
     "jax_models/ops": "jax_models.ops",
     "jax_models/weights": "jax_models.ops.keywords jax_models.weights",
     "jax_models/options.py": "jax_models.ops",
-    "jax_models/explicit_axes.py": "",
+    "jax_models/auto_axes.py": "",
     "jax_models/call_arguments.py": "jax_models.ops",
     "jax_models/sequence.py": (
-        "jax_models.call_arguments jax_models.explicit_axes jax_models.ops jax_models.options "
+        "jax_models.call_arguments jax_models.auto_axes jax_models.ops jax_models.options "
         "jax_models.weights"
     ),
     "jax_models/mesh_axes.py": "",
     "jax_models/entry_points.py": "",
     "jax_models/layers": (
-        "jax_models.explicit_axes jax_models.mesh_axes jax_models.ops "
+        "jax_models.auto_axes jax_models.mesh_axes jax_models.ops "
         "jax_models.options jax_models.sequence jax_models.weights jax_models.layers"
     ),
     "jax_models/importers": (

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jax_models.explicit_axes import assigned_variables
+from jax_models.auto_axes import assigned_variables
 from jax_models.ops import Rows
 from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, refuse_time_major

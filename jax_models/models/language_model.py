@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.auto_axes import with_auto_axes
 from jax_models.call_arguments import (
     checked_reset,
     checked_spans,
@@ -23,7 +24,6 @@ from jax_models.call_arguments import (
     checked_step_reset,
     state_batch_axes,
 )
-from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis

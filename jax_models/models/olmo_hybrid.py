@@ -120,7 +120,12 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
         return types
 
     def to_hf(self) -> dict[str, Any]:
-        """Refuses blocks of a single kind, which transformers does not support."""
+        """Returns the config for transformers.
+
+        Raises:
+            ValueError: all blocks are of one kind, which transformers does not support.
+
+        """
         if {*self.mixings} != {*self.kinds}:
             raise ValueError(
                 f"block_types: expected blocks of both kinds, as transformers needs, got "
@@ -133,7 +138,10 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
         return super().attention(qk_norm="all", **rotary, **options)
 
     def mixer(self, **options: Any) -> SequenceLayer:
-        """The ε of its norm is 1e-5, whatever the config's `epsilon` is."""
+        """Builds the Gated DeltaNet of a block.
+
+        As in transformers, the ε of its norm is 1e-5, whatever the config's `epsilon` is.
+        """
         return super().mixer(
             epsilon=1e-5,
             decay_init=log_of_uniform(0.0, 16.0),

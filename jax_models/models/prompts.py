@@ -45,7 +45,7 @@ def checked_prompts(prompt, mask, vocab_size: int, limit: int) -> tuple[Prompt, 
     is_right = (lengths > 0) & (end - start == lengths)
     if isinstance(mask, np.ndarray) and not is_right.all():
         raise ValueError(
-            "mask: expected the real tokens of each row side by side, at least one, got "
+            "mask: expected at least one real token in each row and no padding between them, got "
             f"{mask[~is_right][0].astype(int).tolist()} in row {is_right.argmin()}"
         )
     # Move each row to the left, so that the model sees no padding before it.

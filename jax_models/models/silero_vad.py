@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.auto_axes import with_auto_axes
 from jax_models.call_arguments import (
     checked_lengths,
     checked_reset,
     checked_state,
     checked_step_reset,
 )
-from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, tiles, untiled
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, LARGE_TILE = 128, 512

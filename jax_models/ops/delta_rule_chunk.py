@@ -25,14 +25,14 @@ finite.
 class Chunk:
     """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
 
-    S₀ is the state before the chunk. `before`, `behind` and `all` are sums of log decays: over the
+    S₀ is the state before the chunk. `start`, `end` and `fade` are products of decays: over the
     steps before each step, over the steps after it, and over all steps. The scores A say how
     strongly step t reads the steps i < t. If r reads the state after its step, its scores also
     include i = t:
 
-        U = (I − A_ab)⁻¹ ((a ⊙ e^before) S₀ᵀ + A_ak V),   U_t = S_{t−1} a_t
-        Y = (r ⊙ e^before) S₀ᵀ + A_rb U + A_rk V
-        S = S₀ diag(e^all) + Uᵀ (b ⊙ e^behind) + Vᵀ (k ⊙ e^behind)
+        U = (I − A_ab)⁻¹ ((a ⊙ start) S₀ᵀ + A_ak V),   U_t = S_{t−1} a_t
+        Y = (r ⊙ start) S₀ᵀ + A_rb U + A_rk V
+        S = S₀ diag(fade) + Uᵀ (b ⊙ end) + Vᵀ (k ⊙ end)
 
     If r reads the state after its step, r ⊙ w takes the place of r.
     """
@@ -50,29 +50,29 @@ class Chunk:
         """Computes all that does not need the state: factors of S₀ᵀ in U and Y, and added terms."""
         decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
         scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
-        of_start, y = decays.of_start(r, self.reads_after), product(scores_of_r(k), v)
+        r_from_start, y = decays.from_start(r, self.reads_after), product(scores_of_r(k), v)
         if a is None or b is None:
-            return decays.fade, of_start, y, v, decays.to_end(k)
+            return decays.fade, r_from_start, y, v, decays.to_end(k)
         inverse = inverse_of_steps(decays.scores(a, b, reads_after=False))
-        u_of_start = product(inverse, decays.of_start(a, reads_after=False))
+        u_from_start = product(inverse, decays.from_start(a, reads_after=False))
         u = product(inverse, product(decays.scores(a, k, reads_after=False), v))
         of_b = scores_of_r(b)
-        of_start, y = of_start + product(of_b, u_of_start), y + product(of_b, u)
-        return decays.fade, of_start, y, v, decays.to_end(k), u_of_start, u, decays.to_end(b)
+        r_from_start, y = r_from_start + product(of_b, u_from_start), y + product(of_b, u)
+        return decays.fade, r_from_start, y, v, decays.to_end(k), u_from_start, u, decays.to_end(b)
 
 
 class _Decays(Protocol):
     """The decays of a chunk, applied to the keys that read and write its states."""
 
     fade: Array
-    """The product of the decays of all steps, e^all."""
+    """The product of the decays of all steps."""
 
-    def of_start(self, readers: Array, reads_after: bool) -> Array:
-        """Multiplies the keys that read the chunk's first state by e^before."""
+    def from_start(self, readers: Array, reads_after: bool) -> Array:
+        """Multiplies the keys that read S₀ by the decays from the start of the chunk."""
         ...
 
     def to_end(self, writers: Array) -> Array:
-        """Multiplies the keys that write to the chunk's last state by e^behind."""
+        """Multiplies the keys that write to S by the decays to the end of the chunk."""
         ...
 
     def scores(self, readers: Array, writers: Array, reads_after: bool) -> Array:
@@ -94,7 +94,7 @@ class _FactoredDecays(_Decays):
         self.inverse = jnp.exp(-total)
         self.fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
 
-    def of_start(self, readers, reads_after):
+    def from_start(self, readers, reads_after):
         return readers * (self.after if reads_after else self.before)
 
     def to_end(self, writers):
@@ -102,7 +102,7 @@ class _FactoredDecays(_Decays):
 
     def scores(self, readers, writers, reads_after):
         t, i = step_and_other(CHUNK)
-        readers, writers = self.of_start(readers, reads_after), writers * self.inverse
+        readers, writers = self.from_start(readers, reads_after), writers * self.inverse
         return _only(i <= t if reads_after else i < t, _scores(readers, writers))
 
 
@@ -124,7 +124,7 @@ class _BlockwiseDecays(_Decays):
             rows, columns = _sums(same & (i < t), log_w), _sums(same & (i > t), log_w)
             self.blocks.append((pairs(CHUNK, level), jnp.exp(rows), jnp.exp(columns)))
 
-    def of_start(self, readers, reads_after):
+    def from_start(self, readers, reads_after):
         return (readers * self.w if reads_after else readers) * self.start
 
     def to_end(self, writers):
@@ -148,8 +148,8 @@ def across(state, fade, of_start, y, v, k, *corrections):
     """Returns the state after the steps, and their outputs, given the results of `Chunk.within`."""
     after = state * fade + einsum("...tv,...tk->...vk", v, k)
     if corrections:
-        u_of_start, u, b = corrections
-        u += einsum("...tk,...vk->...tv", u_of_start, state)
+        u_from_start, u, b = corrections
+        u += einsum("...tk,...vk->...tv", u_from_start, state)
         after += einsum("...tv,...tk->...vk", u, b)
     return after, einsum("...tk,...vk->...tv", of_start, state) + y
 

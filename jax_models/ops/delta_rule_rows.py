@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from jax_models.ops.rows import Rows
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
-from jax_models.ops.varying import match_varying_axes
 
 LOWEST_LOG_DECAY = -1e5
 """A log decay whose exponential is zero in every dtype.

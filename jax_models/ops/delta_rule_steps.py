@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jax_models.ops.affine import einsum
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 FEW_STATES = 2**22
 """A size in bytes. If all states take no more than this, storing beats recomputing them."""

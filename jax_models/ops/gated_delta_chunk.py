@@ -13,7 +13,7 @@ from jax_models.ops.affine import einsum, product
 from jax_models.ops.inverse_of_steps import inverse_of_steps, step_and_other
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 CHUNK = 64
 """The number of steps that are computed by matrix products."""

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 LinearFunction = Callable[..., Any]
 """`f(*static, residuals, x)`, linear in x. Pass a module-level function, because JAX reuses

@@ -12,8 +12,8 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_scan import LinearRecurrenceMethod, advance, solve
 from jax_models.ops.rows import DividedMasks, given_rows
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
-from jax_models.ops.varying import match_varying_axes
 
 
 @checked()

@@ -13,7 +13,7 @@ from jax_models.ops.by_platform import by_platform
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS, DeviceScan, known_size
 from jax_models.ops.kernels.row_scan import shapes
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 LinearRecurrenceMethod = Literal[
     "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"

@@ -11,8 +11,8 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
 from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
-from jax_models.ops.varying import match_varying_axes
 
 
 @checked()

@@ -15,7 +15,7 @@ from jaxtyping import Array, Complex, Float
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 

@@ -15,8 +15,8 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import from_device_before
-from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 32
 """The steps of a chunk. Longer chunks need more products, and shorter ones need more states."""

@@ -20,7 +20,7 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.checks import FloatingDtype, checked_count, checked_size, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.rows import Rows
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 BLOCK = 16
 """The number of steps below which a direct sum is faster than an FFT."""

@@ -26,7 +26,7 @@ from jax_models.ops.products import (
     widths_of,
 )
 from jax_models.ops.rows import Masks, Rows, given_rows
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 State = TypeVar("State", bound=tuple)
 

@@ -29,8 +29,8 @@ from jax_models.ops.scaled_sums import (
     step_sums,
     step_sums_or_empty,
 )
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
-from jax_models.ops.varying import match_varying_axes
 from jax_models.ops.wkv_derivative import Residuals, gradient, tangent
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]

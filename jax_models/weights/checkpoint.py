@@ -53,7 +53,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: expected that of a file or a folder, got {type(path).__name__}")
+        raise TypeError(f"path: expected the path of a file or a folder, got {type(path).__name__}")
     path = Path(path)
     is_file_name = path.suffix in SAFETENSORS + TORCH
     if len(path.parts) == 2 and not is_file_name and not path.parent.exists():

@@ -103,8 +103,8 @@ def _layouts(layer: Any) -> Layouts:
     layouts = layer.torch_layouts()
     if not layouts:
         raise ValueError(
-            f"layer: no torch module has the options of this {type(layer).__name__} "
-            "(its layers, directions and biases together)"
+            f"layer: no torch module combines the options of this {type(layer).__name__} (its "
+            "number of layers, directions and biases): give a table as `layout`"
         )
     return layouts
 

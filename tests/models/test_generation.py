@@ -246,8 +246,8 @@ def test_greedy_decoding_needs_no_key():
 
 REFUSED = [
     ("mask: expected the shape of the prompt", {"mask": [[1, 1]]}),
-    ("mask: expected the real tokens .* in row 1", {"mask": [[1, 1, 1], [1, 0, 1]]}),
-    ("mask: expected the real tokens .* in row 0", {"mask": [[0, 0, 0], [0, 0, 1]]}),
+    ("mask: expected at least one real token .* in row 1", {"mask": [[1, 1, 1], [1, 0, 1]]}),
+    ("mask: expected at least one real token .* in row 0", {"mask": [[0, 0, 0], [0, 0, 1]]}),
     ("mask: expected 0 and 1", {"mask": [[0, 1, 2], [0, 1, 1]]}),
     ("mask: expected booleans", {"mask": [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]}),
     ("mask: expected rows of one length", {"mask": [[1], [1, 1]]}),

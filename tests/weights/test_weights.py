@@ -72,7 +72,7 @@ REFUSED = [
     ("^layer:", lambda: to_torch(nnx.eval_shape(lstm))),
     ("^layer:", lambda: jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))),
     (
-        "no torch module has the options",
+        "no torch module combines the options",
         lambda: to_torch(lstm(proj_features=3, proj_bias=True, num_layers=2)),
     ),
 ]

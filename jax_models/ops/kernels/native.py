@@ -26,7 +26,7 @@ from jax_models.ops.kernels.native_kernels import (
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.recurrence import State
 from jax_models.ops.rows import Rows
-from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 BATCH_AXES = {
     **dict.fromkeys(("kernel_x", "kernel", "bias", "bias_hn")),

@@ -12,9 +12,9 @@ def match_varying_axes(tree: Any) -> Any:
     Outside of a `jax.shard_map`, nothing varies.
     """
     leaves, structure = jax.tree.flatten(tree)
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
-    axes = frozenset().union(*varying)
+    axes_of_leaves = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    axes = frozenset().union(*axes_of_leaves)
     return structure.unflatten(
         leaf if axes == own else jax.lax.pcast(leaf, tuple(sorted(axes - own)), to="varying")
-        for leaf, own in zip(leaves, varying, strict=True)
+        for leaf, own in zip(leaves, axes_of_leaves, strict=True)
     )
