@@ -205,7 +205,7 @@ def test_other_random_numbers_are_told():
         loss_twin=lambda twin, batch: twin(batch[0] + 1e-3 * torch.randn_like(batch[0])).mean(),
     )
     assert not report.passed
-    assert "torch draws random numbers (randn_like)" in report.notes[0]
+    assert "torch draws random numbers (randn_like)" in report.faults[0]
 
 
 def mean_of_weights(decay, new, old, count):

@@ -86,9 +86,8 @@ def train_side_by_side(
             training.train_on(batch)
         after, gradient = oracle.compared(), oracle.gradients()
         for dtype, side in sides.items():
-            # Train JAX with the dropout masks that torch drew.
             with x64(dtype == "float64"):
-                side.train_on(batch, oracle.masks)
+                side.train_on(batch)
                 found, gradients = side.compared(), side.gradients()
             norms[dtype].append((norm(gradient), norm(select(gradients, gradient))))
 
@@ -121,9 +120,10 @@ def train_side_by_side(
             "`(loss, weights)` from `loss`, with their new values"
         )
     if arithmetic.draws:
-        notes.append(
-            f"torch draws random numbers ({', '.join(sorted(arithmetic.draws))}), which JAX does "
-            "not get: give both sides the same in the batch"
+        faults.append(
+            f"training: torch draws random numbers ({', '.join(sorted(arithmetic.draws))}), which "
+            "JAX does not get: set dropout to zero, or give both sides the same numbers in the "
+            "batch"
         )
     return TrainingReport(
         {dtype: tuple(each) for dtype, each in errors.items()},

@@ -85,11 +85,6 @@ class LoaderNames:
 Names = TableNames | LoaderNames
 
 
-def as_averages(arrays: Arrays) -> Arrays:
-    """The arrays, with names that mark them as averages."""
-    return {f"average of {name}": array for name, array in arrays.items()}
-
-
 def select(arrays: Arrays, names: Collection[str]) -> Arrays:
     """The arrays that have these names."""
     return {name: array for name, array in arrays.items() if name in names}
