@@ -39,7 +39,7 @@ from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
-from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
+from parity_tests.engine.verdict.channel_order import note_on_inputs
 from parity_tests.engine.verdict.measure import measure, notes_on_arguments
 from parity_tests.engine.verdict.report import Report
 from parity_tests.engine.verdict.transposed import faults_of_transposed_kernels
@@ -182,11 +182,9 @@ def compare(
             edge_faults, edge_notes = measure_edges(problem, platform, jax_side)
             faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
-        # If the height, width and channels of an image are equal, the wrong order of axes raises no
-        # error, so check whether the results agree in the other order. The same is true of a square
-        # kernel that was loaded without transposing it.
-        for faults_of in (faults_of_axes, faults_of_transposed_kernels):
-            faults = [*faults, *faults_of(problem, reference, report, jax_side)]
+        # A square kernel that was loaded without transposing it raises no error, so check whether
+        # the results agree if it is transposed.
+        faults = [*faults, *faults_of_transposed_kernels(problem, reference, report, jax_side)]
 
         # A function of JAX may have another default than torch's function of the same name.
         notes = [*notes, *notes_on_arguments(problem, reference, report, jax_side)]
