@@ -34,6 +34,10 @@ from parity_tests.engine.results import (
 
 Leaves = dict[int, Any]
 """Some leaves of a tree, by their index."""
+QUICK = {"xla_backend_optimization_level": 0}
+"""XLA's option to compile a program without optimizing it, which takes about half the time."""
+MOST_QUICK = 2**22
+"""The number of weights and inputs above which a program runs long enough to be optimized."""
 
 
 class Arguments:
@@ -62,6 +66,8 @@ class Arguments:
         shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
         self.key = structure, len(self.differentiated), (*flags,), (*shapes,)
         """Equal for arguments for which the same program can run."""
+        self.size = sum(leaf.size for leaf in (self.differentiated | self.others).values())
+        """The number of all numbers."""
 
         def join(differentiated: Leaves, others: Leaves) -> tuple[Any, Any, Any]:
             all_leaves = {**constants, **others, **differentiated}
@@ -133,7 +139,11 @@ class JaxSide:
                 facts = ProgramFacts()
                 forward = partial(self._forward, names, args.join, facts)
                 program = partial(self._forward_and_backward, forward, dtypes, facts)
-                self._programs[key] = jax.jit(program), facts
+                # float64 measures the model and not its speed. The other dtypes are compiled as
+                # they are for users.
+                is_quick = dtype == "float64" and args.size <= MOST_QUICK
+                options = QUICK if is_quick and self._device.platform == "cpu" else None
+                self._programs[key] = jax.jit(program, compiler_options=options), facts
             program, self.facts[dtype] = self._programs[key]
             groups, gradient = jax.device_get(
                 program(noise, args.differentiated, args.others, drawn)
