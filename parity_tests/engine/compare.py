@@ -142,14 +142,14 @@ def compare(
     # JAX computes in float64 only with x64 on. `say` shows the progress on the terminal.
     with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
-        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
+        problem = reference.make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
         has_kwargs = bool(kwargs) or reference.has_kwargs
         locate = reference.checked_locate(locate, names)
 
         # Give both sides the same weights, which completes the problem. A weight that the JAX side
         # cannot hold or does not read is a fault, even if no output shows it.
         problem, faults, notes = port(
-            make_problem, reference.weights, model, weights, call, has_kwargs=has_kwargs
+            problem, reference.weights, model, weights, call, has_kwargs=has_kwargs
         )
         names = checked_names({} if names is None else names, reference.submodules, model)
 

@@ -31,15 +31,16 @@ class Problem:
 
     The result of a side is an array or a tree of arrays. In a tuple, the first entry is the
     outputs, and the rest is the final state. The leaves of both sides have the same order.
+    A reference makes the problem with its own side, and `port` replaces the fields of the JAX side.
     """
 
     twin: Any
     """The torch module, or another object with a `state_dict()`."""
-    build: Callable[[Arrays, str], tuple[Any, Any]]
+    build: Callable[[Arrays, str], tuple[Any, Any]] = lambda state_dict, dtype: (state_dict, None)
     """`build(state_dict, dtype)` makes the JAX side's weights, and the rest of its model."""
-    call: Callable[..., Any]
+    call: Callable[..., Any] = lambda model, *inputs: model(*inputs)
     """`call(model, *inputs)` returns the JAX side's result."""
-    to_torch: Callable[[Any, Any], Arrays] | None
+    to_torch: Callable[[Any, Any], Arrays] | None = None
     """`to_torch(gradient, rest)` returns the weights' gradients under the twin's names.
 
     None if it is unknown how the weights correspond, so that their gradients are not compared.

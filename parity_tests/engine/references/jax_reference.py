@@ -44,14 +44,11 @@ class JaxReference(Reference):
 
     def _as_port(self, problem: Problem) -> Problem:
         """A problem whose JAX side is the reference itself, so that `JaxSide` can run it."""
-        make_problem = partial(dataclasses.replace, problem)
         model, call, weights = self._model, problem.call_twin, self.weights
         if isinstance(model, nnx.Module) or foreign_model(model) is not None:
             table = [same(name, name) for name in weights.arrays]
-            ported = port(make_problem, weights, model, table, call)
-        else:
-            ported = port(make_problem, weights, partial(call, model), None)
-        return ported[0]
+            return port(problem, weights, model, table, call)[0]
+        return port(problem, weights, partial(call, model), None)[0]
 
     def _affects_result(self, problem: Problem, key: str) -> bool:
         own_problem, arrays = self._as_port(problem), self.weights.arrays

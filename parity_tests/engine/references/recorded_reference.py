@@ -1,9 +1,9 @@
 """Use a file that `record` wrote as the reference."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,7 +56,7 @@ class RecordedReference(Reference):
         self.oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
         self.oracle.padding = facts["padding"]
 
-    def problem_maker(
+    def make_problem(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -64,21 +64,20 @@ class RecordedReference(Reference):
         seed: int | None = None,
         call_twin: Any = None,
         logits: str | bool = False,
-    ) -> partial[Problem]:
+    ) -> Problem:
         """Check a user's arguments: inputs, dtypes and seed other than the record's are refused."""
         recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
         dtypes = recorded if dtypes is None else dtypes
-        make_problem = super().problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
-        given = make_problem.keywords
-        if given["inputs"] and not are_same_inputs(given["inputs"], self._inputs):
+        given = super().make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
+        if given.inputs and not are_same_inputs(given.inputs, self._inputs):
             raise ValueError(f"inputs: expected those of {self._path}, or none, got others")
         if call_twin is not None:
             raise ValueError("call_twin: a record has the results of its own call, leave it out")
         if seed not in (None, own_seed):
             raise ValueError(f"seed: expected that of the record, {own_seed}, got {seed}")
-        if not {*given["dtypes"]} <= {*recorded}:
-            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given['dtypes']}")
-        return partial(make_problem, inputs=self._inputs, seed=own_seed)
+        if not {*given.dtypes} <= {*recorded}:
+            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given.dtypes}")
+        return dataclasses.replace(given, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
         """Take the results from the record, which must have those that the problem asks for."""

@@ -13,7 +13,7 @@ from jax_models.ops.checks import checked_bool
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.model_weights import is_trivial
 from parity_tests.engine.logits import logits_array
-from parity_tests.engine.problem import Arrays, call_model
+from parity_tests.engine.problem import Arrays
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.record_file import pack, write
@@ -66,8 +66,7 @@ def record(
             raise TypeError(
                 "twin: expected a torch module or a JAX model, got the path of a record"
             )
-        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
-        problem = make_problem(build=dict, call=call_model, to_torch=None)
+        problem = reference.make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
         arrays: list[np.ndarray] = []
         structure = pack(problem.inputs, arrays)
         reference.run(problem, say)

@@ -69,7 +69,7 @@ class Run(NamedTuple):
 class Reference(abc.ABC):
     """A torch module, a record of one, or a JAX model, against which a JAX side is measured.
 
-    `open_reference` opens it, `problem_maker` checks the inputs, and `run` runs it in float64 once
+    `open_reference` opens it, `make_problem` checks the inputs, and `run` runs it in float64 once
     the JAX side is known. All other runs are made when they are first needed.
     """
 
@@ -103,7 +103,7 @@ class Reference(abc.ABC):
     """How far `with_constants` has moved each constant."""
     _run_again: RunAgain | None = None
 
-    def problem_maker(
+    def make_problem(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -111,11 +111,10 @@ class Reference(abc.ABC):
         seed: int | None = None,
         call_twin: Callable[..., Any] | None = None,
         logits: str | bool = False,
-    ) -> partial[Problem]:
-        """Check a user's arguments, and return a function that makes the problem.
+    ) -> Problem:
+        """Check a user's arguments, and make the problem, still without a JAX side.
 
-        The function takes the fields of the problem's JAX side. The reference chooses a value for
-        each argument that is None.
+        The reference chooses a value for each argument that is None.
         """
         check_functions({}, {"call_twin": call_twin})
         inputs = checked_arrays("inputs", inputs, flags=True)
@@ -125,8 +124,7 @@ class Reference(abc.ABC):
         if kwargs:
             inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
             call = with_kwargs(call)
-        return partial(
-            Problem,
+        return Problem(
             twin=self.twin,
             call_twin=call,
             inputs=inputs,

@@ -120,11 +120,9 @@ def compare_training(
 
         # Find which weights correspond, and build JAX's training in each dtype. The loss of the
         # first batch shows whether the result depends on a weight that the loader does not read.
-        make_problem = partial(
-            Problem, twin=checked_module, call_twin=loss_twin, inputs=tuple(batches[:1])
-        )
+        problem = Problem(checked_module, call_twin=loss_twin, inputs=tuple(batches[:1]))
         problem, faults, _ = port(
-            make_problem, replace(reference, affects_result=affects_result), model, weights
+            problem, replace(reference, affects_result=affects_result), model, weights
         )
         names, build = correspondence(problem, reference, weights, training)
         sides = {}
