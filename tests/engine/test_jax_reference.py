@@ -249,7 +249,7 @@ def test_rounding_scatters_as_on_the_torch_side(dtype):
     scatters = []
     for side in (twin, (jax_mlp, weights)):
         with open_reference(side) as reference:
-            problem = reference.problem_maker((X,))(build=dict, call=None, to_torch=None)
+            problem = reference.make_problem((X,))
             scatters.append(reference.run(problem).scatter(dtype))
     torchs, jaxs = scatters
     assert torchs.keys() == jaxs.keys()
@@ -293,7 +293,7 @@ PLACES = {
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_rounding_reaches_all_bodies_and_decides_nothing(place, dtype):
     with open_reference(PLACES[place]) as reference:
-        problem = reference.problem_maker((X[0],))(build=dict, call=None, to_torch=None)
+        problem = reference.make_problem((X[0],))
         scatter = reference.run(problem).scatter(dtype)
     ulp = float(jnp.finfo(dtype).eps)
     for group in ("outputs", "input gradient"):

@@ -85,8 +85,7 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 def traces_of(source, *inputs) -> list[ReferenceTrace]:
     """The traces of a reference, by dtype."""
     with open_reference(source) as reference:
-        start = reference.problem_maker(inputs, dtypes=["float64", "bfloat16"])
-        problem = start(build=dict, call=None, to_torch=None)
+        problem = reference.make_problem(inputs, dtypes=["float64", "bfloat16"])
         reference.run(problem)
         return [reference.trace(dtype) for dtype in problem.dtypes]
 
