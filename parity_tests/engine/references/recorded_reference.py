@@ -1,7 +1,6 @@
 """Use a file that `record` wrote as the reference."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ class RecordedReference(Reference):
             self.why_no_calls = "the record has no activations, record it with them"
 
         # A weight that has several keys is stored once.
-        owners, keys_without_effect = facts["owners"], {*facts["idle"]}
+        owners, keys_without_effect = facts["owners"], {*facts["keys_without_effect"]}
         weights = {key: arrays[f"weights/{owners.get(key, key)}"] for key in facts["keys"]}
         self.twin = WeightsOnly(weights)
         self.weights = ReferenceWeights(
@@ -83,12 +82,7 @@ class RecordedReference(Reference):
         """Take the results from the record, which must have those that the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        # An older record has neither the names of its constants nor how far results depend on them.
-        self.constant_names = constants.get("names", ())
-        without_limit = {
-            group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()
-        }
-        self._moved = constants.get("moved", without_limit)
+        self.constant_names, self._moved = constants["names"], constants["moved"]
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -102,7 +96,7 @@ class RecordedReference(Reference):
         return self.oracle if dtype == "float64" else Results()
 
     def _own_run(self, dtype: str) -> RunErrors:
-        run = self._facts["said"][dtype]
+        run = self._facts["own_runs"][dtype]
         dtypes = {
             (group, name): np.dtype(each)
             for group, named in run["dtypes"].items()
@@ -114,16 +108,15 @@ class RecordedReference(Reference):
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
-    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+    def trace(
+        self, dtype: str, *, is_forward: bool = False, moves: Sequence[np.ndarray] = ()
+    ) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         calls, owners = self._facts["calls"], self.weights.owners
         return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
 
-    def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
-        """How far the results move if all constants change by as much as their rounding.
-
-        An older record lacks these numbers, so infinity is assumed.
-        """
+    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
+        """How far the results move if all constants change by as much as their rounding."""
         return self._moved if self.constant_count else {}
 
 

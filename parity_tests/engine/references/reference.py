@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jax_models.ops.checks import checked_bool, checked_count, described
-from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import are_moved, names_of, rounded_count
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
@@ -99,8 +99,6 @@ class Reference(abc.ABC):
     notes: Sequence[str] = ()
     """Remarks on the limits of the comparison, for the report."""
     _say: Say = staticmethod(silent)
-    _moves: Sequence[np.ndarray] = ()
-    """How far `with_constants` has moved each constant."""
     _run_again: RunAgain | None = None
 
     def make_problem(
@@ -210,17 +208,21 @@ class Reference(abc.ABC):
         """The traced run in float64, which all dtypes share."""
         return functools.cache(partial(self._trace, Run()))
 
-    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+    def trace(
+        self, dtype: str, *, is_forward: bool = False, moves: Sequence[np.ndarray] = ()
+    ) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
 
-        With `is_forward`, gradients are not needed.
+        With `is_forward`, gradients are not needed. `moves` are the relative changes of the
+        constants whose effects are within the bounds of float64; by default, there are none.
         """
         self._say(f"{self.sides[0]} in float64, call by call")
         exact = self._exact_trace(is_forward=is_forward)
         trace = partial(self._trace, is_forward=is_forward)
         rounded = [Run(dtype, seed) for seed in range(ROUNDED_RUNS)]
-        # Move the constants twice as far as to JAX's digits, so that these are within the bound.
-        moved = [Run(moves=[2 * move for move in self._moves])] if self._moves else []
+        # JAX's digits move the arrays as far as `moves` does, up to rounding. Twice that distance
+        # is a bound with some room.
+        moved = [Run(moves=[2 * move for move in moves])] if are_moved(moves) else []
         rounded_errors, moved_errors = (
             replayable(errors_at(trace(run), exact) for run in runs) for runs in (rounded, moved)
         )
@@ -251,7 +253,6 @@ class Reference(abc.ABC):
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results if each constant is scaled by 1 + its move."""
-        self._moves = moves
         return self._results(Run(moves=moves))
 
     def with_other_arguments(self) -> Iterable[tuple[str, Results]]:
@@ -261,18 +262,9 @@ class Reference(abc.ABC):
         """
         return ()
 
-    def moved_results(
-        self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
-    ) -> ErrorsByGroup:
-        """How far the results depend on the constants whose float64 digits are unknown.
+    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
+        """How far the results move from the expected ones if the constants change by these moves.
 
-        Args:
-            moves: the relative perturbation that gives each constant its float64 digits.
-            unknown: the numbers of each constant whose float64 digits are unknown, as a mask.
-            expected: the results with these moves.
-
+        No result moves if no constant does.
         """
-        if not any(each.any() for each in unknown):
-            return {}
-        both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]
-        return errors_of(self.with_constants(both), expected)
+        return errors_of(self.with_constants(moves), expected) if are_moved(moves) else {}

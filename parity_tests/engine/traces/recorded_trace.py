@@ -66,11 +66,15 @@ def recorded_calls(
     trace = Trace(results=oracle)
     for i, each in enumerate(facts["calls"]):
         parent = None if each["parent"] is None else trace.calls[each["parent"]]
-        hyperparameters = each.get("hyperparameters", {})  # an older record lacks both
         call = Call(
-            each["name"], each["kind"], i, parent, frozenset(each["weights"]), hyperparameters
+            each["name"],
+            each["kind"],
+            i,
+            parent,
+            frozenset(each["weights"]),
+            each["hyperparameters"],
+            differentiated={*map(tuple, each["differentiated"])},
         )
-        call.differentiated = {*map(tuple, each.get("differentiated", ()))}
         for slot, labels in zip(SLOTS, each["labels"], strict=True):
             call.slots[slot] = {label: arrays[_array_name(i, slot, label)] for label in labels}
         trace.calls.append(call)
