@@ -19,8 +19,8 @@ def print_record(record: Record, console: Console) -> None:
         console.print(precision_table(record.precision))
     logits: dict[str, dict[str, dict[str, LogitsError]]] = {}
     for m in record.logits:
-        of_case = logits.setdefault(f"{m.case}, {m.platform}", {})
-        of_case.setdefault(m.dtype, {})[m.side] = m.error
+        case_errors = logits.setdefault(f"{m.case}, {m.platform}", {})
+        case_errors.setdefault(m.dtype, {})[m.side] = m.error
     for case, errors in logits.items():
         console.print(escape("\n".join([case, *logits_lines(errors)])))
     for m in record.measurements:

@@ -39,10 +39,10 @@ def is_rounded(values: Any) -> np.ndarray:
     """
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        of_float32 = values.astype(np.float32) == values
+        fits_float32 = values.astype(np.float32) == values
         is_exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
     short = short_decimal(values)
-    return np.isfinite(values) & of_float32 & ~is_exact & (short is None or short != values)
+    return np.isfinite(values) & fits_float32 & ~is_exact & (short is None or short != values)
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
@@ -57,7 +57,7 @@ class Moves(NamedTuple):
     """They give the reference's constants the model's float64 digits, where these are known."""
     by_rounding: list[np.ndarray]
     """They change the reference's other constants by as much as their rounding."""
-    of_model: list[np.ndarray]
+    in_model: list[np.ndarray]
     """They change the model's constants that the reference lacks by as much as their rounding."""
 
     @property

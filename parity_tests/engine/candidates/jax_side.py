@@ -74,7 +74,7 @@ class Arguments:
             return jax.tree.unflatten(structure, [all_leaves[i] for i in range(len(all_leaves))])
 
         self.join = join
-        """Makes weights, rest and inputs from `differentiated` and `others`."""
+        """Puts the differentiated leaves and the others back into the trees of the arguments."""
 
 
 class JaxSide:
@@ -153,8 +153,9 @@ class JaxSide:
             return results
 
         # Give the gradients the oracle's names.
-        of_inputs = [gradient[i] for i in sorted(gradient) if i >= args.model_size]
-        results["input gradient"] = dict(zip(oracle["input gradient"], of_inputs, strict=True))
+        places = sorted(i for i in gradient if i >= args.model_size)
+        named_places = zip(oracle["input gradient"], places, strict=True)
+        results["input gradient"] = {name: gradient[i] for name, i in named_places}
         if problem.to_torch is not None:
             weights, rest, _ = args.join(gradient, args.others)
             by_key = problem.to_torch(weights, rest)

@@ -48,7 +48,7 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
         ],
         "dtypes": {
             each.dtype: [
-                [sorted(of_call[slot]) for slot in SLOTS] for of_call in each.own_run().dtypes
+                [sorted(by_slot[slot]) for slot in SLOTS] for by_slot in each.own_run().dtypes
             ]
             for each in references
         },
@@ -85,8 +85,8 @@ def recorded_calls(
         for errors in arrays[f"rounding/{dtype}"]
     )
     dtypes = [
-        {slot: {*found} for slot, found in zip(SLOTS, of_call, strict=True)}
-        for of_call in facts["dtypes"][dtype]
+        {slot: {*found} for slot, found in zip(SLOTS, by_slot, strict=True)}
+        for by_slot in facts["dtypes"][dtype]
     ]
     return ReferenceTrace(
         dtype, trace, owners, lambda: OwnRun(own, dtypes), lambda: [rounded], lambda: [moved]

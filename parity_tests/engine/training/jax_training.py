@@ -112,7 +112,7 @@ class JaxTraining:
         return found
 
     def _named(self, params: Any) -> Arrays:
-        return self._names.of_jax(self._parts.merge(params, self._statistics))
+        return self._names.jax_arrays(self._parts.merge(params, self._statistics))
 
 
 class SplitWeights:

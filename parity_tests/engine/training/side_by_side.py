@@ -142,11 +142,11 @@ def describe_departure(
         "the loss": ({"": oracle.loss}, {"": own.loss}, {"": side.loss}),
         "the gradient": (oracle.gradients(), own.gradients(), side.gradients()),
     }
-    of_own, of_jax = own.moments(), side.moments()
+    torch_moments, jax_moments = own.moments(), side.moments()
     rows |= {
-        name: (expected, of_own[name], of_jax[MOMENTS[name]])
+        name: (expected, torch_moments[name], jax_moments[MOMENTS[name]])
         for name, expected in oracle.moments().items()
-        if MOMENTS[name] in of_jax
+        if MOMENTS[name] in jax_moments
     }
     clauses = []
     for what, (expected, *runs) in rows.items():

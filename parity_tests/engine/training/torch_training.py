@@ -125,7 +125,7 @@ class TorchTraining:
 
     def weights(self) -> Arrays:
         """The weights and the statistics, by name."""
-        return self.names.of_torch(state_in_float64(self.twin))
+        return self.names.torch_arrays(state_in_float64(self.twin))
 
     def compared(self) -> Arrays:
         """The loss, the weights and the statistics, by name."""
@@ -152,9 +152,9 @@ class TorchTraining:
         weights = state_in_float64(self.twin)
         zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
         ones = {key: np.ones(array.shape) for key, array in by_key.items()}
-        covered = self.names.of_torch(zeros | ones)
+        covered = self.names.torch_arrays(zeros | ones)
         whole = {name for name, array in covered.items() if array.all()}
-        return select(self.names.of_torch(zeros | by_key), whole & self.names.unsummed)
+        return select(self.names.torch_arrays(zeros | by_key), whole & self.names.unsummed)
 
 
 def state_in_float64(module: torch.nn.Module) -> Arrays:

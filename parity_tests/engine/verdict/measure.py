@@ -83,21 +83,21 @@ def measure(
         # parts of a model that have only float32's precision: operations that cannot run in
         # float64, and rounded constants.
         say(f"the errors in {dtype}")
-        bound_of = "float32" if dtype == "float64" and facts.coarse_operations else dtype
+        bound_dtype = "float32" if dtype == "float64" and facts.coarse_operations else dtype
         expected, moved = oracle, {}
-        if bound_of == "float64" and not agree_in_float64(ours, oracle):
+        if bound_dtype == "float64" and not agree_in_float64(ours, oracle):
             expected, moved, moves, note = explain_by_constants(
                 problem, jax_side, reference, ours, platform
             )
             notes += [note] if note else []
-        own, errors = reference.own_run(bound_of).errors, errors_of(ours, expected)
+        own, errors = reference.own_run(bound_dtype).errors, errors_of(ours, expected)
         tensors[dtype] = {
             group: tensor_errors(
-                jnp.dtype(bound_of),
+                jnp.dtype(bound_dtype),
                 torch=own[group],
                 jax=errors[group],
                 torch32=reference.own_run("float32").errors[group],
-                rounded=(run[group] for run in reference.rounded(bound_of)),
+                rounded=(run[group] for run in reference.rounded(bound_dtype)),
                 constants=moved.get(group, {}),
             )
             for group in GROUPS
@@ -165,7 +165,7 @@ def explain_by_constants(
         moves, expected = found.to_digits, reference.with_constants(found.to_digits)
     is_hidden = reference.constant_count > 0 and not constants  # in a record
     is_unknown = is_hidden or are_moved(found.by_rounding)
-    are_known = not is_unknown and not are_moved(found.of_model)
+    are_known = not is_unknown and not are_moved(found.in_model)
     if are_known or agree_in_float64(ours, expected, GROUPS[:2]):
         return Explanation(expected, {}, moves, f"{note} with {model}'s digits in their place")
 
@@ -175,8 +175,8 @@ def explain_by_constants(
     if is_unknown:
         moves = found.with_rounding
         runs.append(reference.moved_results(moves, expected))
-    if are_moved(found.of_model):
-        side = JaxSide(problem, platform, digits=digits_of(held, found.of_model))
+    if are_moved(found.in_model):
+        side = JaxSide(problem, platform, digits=digits_of(held, found.in_model))
         runs.append(errors_of(side.run(problem, "float64", oracle, reference.cast_to), ours))
     note += ", where it depends on them, only as closely as float32 allows"
     return Explanation(expected, largest_by_group(runs), moves, note)
