@@ -1,4 +1,4 @@
-"""Compare any torch module with any JAX port of it. Read this file first.
+"""Compares any torch module with any JAX port of it. Read this file first.
 
 `compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
 folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
@@ -71,7 +71,7 @@ def compare(
     edge_inputs: bool = False,
     arrays: bool = False,
 ) -> Report:
-    """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
+    """Compares a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
     Copies of both models run in evaluation mode in each dtype, and their results are measured
     against those of the torch module in float64. For the gradients, both sides backpropagate the
@@ -210,7 +210,7 @@ def compare(
 
 
 def _add_notes(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add hints to an error of the JAX side: an order of axes that runs, and the failing module."""
+    """Adds hints to an error of the JAX side: an order of axes that runs, and the module."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -242,7 +242,7 @@ def _departure(
 
 
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message says what fails, and where the sides part.
+    """Asserts that `compare(…)` passes; the message says what fails, and where the sides part.
 
     The arguments are those of `compare`, but by default `locate` is on unless the reference is a
     record without activations.

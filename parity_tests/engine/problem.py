@@ -108,7 +108,7 @@ def is_function(value: Any) -> bool:
 
 
 def call_model(model: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Call a model with the inputs and return its result."""
+    """Calls a model with the inputs and returns its result."""
     return model(*inputs, **kwargs)
 
 
@@ -145,7 +145,7 @@ def checked_platform(platform: str) -> str:
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse everything except functions; the optional ones may be None."""
+    """Refuses everything except functions; the optional ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
         if not is_function(value):

@@ -1,4 +1,4 @@
-"""Print the report on a terminal."""
+"""Prints the report on a terminal."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from parity_tests.report.record import PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
-    """Print the tables, the failures, the notes, and the platforms that ran."""
+    """Prints the tables, the failures, the notes, and the platforms that ran."""
     console.print(error_table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))

@@ -72,7 +72,7 @@ def find_moves(
     model_arrays: Iterable[np.ndarray],
     weights: Iterable[np.ndarray],
 ) -> Moves:
-    """Find the float64 digits of constants, and how much those without known digits may be off.
+    """Finds the float64 digits of constants, and how much those without known digits may be off.
 
     A constant of the reference gets the digits of the array that contains most of its numbers, with
     either sign. These digits count as unknown if the array contains many other numbers, because it

@@ -1,4 +1,4 @@
-"""Evaluate a JAX program with some dtypes replaced, so that its casts to float32 have no effect."""
+"""Evaluates a JAX program with other dtypes, so that its casts to float32 have no effect."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

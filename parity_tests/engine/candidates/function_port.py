@@ -1,4 +1,4 @@
-"""Port a function of weights, which a loader makes from the reference's."""
+"""Ports a function of weights, which a loader makes from the reference's."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

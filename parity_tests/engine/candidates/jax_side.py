@@ -1,4 +1,4 @@
-"""Run the JAX side of a problem, forward and backward."""
+"""Runs the JAX side of a problem, forward and backward."""
 
 import contextlib
 from collections import OrderedDict
@@ -188,7 +188,7 @@ class JaxSide:
             return ArgumentFreeEvaluator(closed, wider_dtypes(set())).arrays()
 
     def compute_weights(self, problem: Problem) -> None:
-        """Run the part of the float64 forward pass that depends on weights but on no input."""
+        """Runs the part of the float64 forward pass that depends on weights but on no input."""
         with self._context("float64"):
             closed, _, args = self._trace_forward(problem, ProgramFacts())
             given = [

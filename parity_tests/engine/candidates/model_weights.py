@@ -82,7 +82,7 @@ def in_evaluation_mode(weights: Any) -> Any:
 
 
 def checked_weights(weights: Any) -> Any:
-    """Check what a loader returns: an `nnx.Module`, or a tree with arrays."""
+    """Checks what a loader returns: an `nnx.Module`, or a tree with arrays."""
     if isinstance(weights, nnx.Module):
         return weights
 

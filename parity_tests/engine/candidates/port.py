@@ -1,4 +1,4 @@
-"""Give a problem its JAX side: a port of any framework, with the reference's weights."""
+"""Gives a problem its JAX side: a port of any framework, with the reference's weights."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -93,7 +93,7 @@ def port(
 
 
 def refuse_other_weights(problem: Problem) -> None:
-    """Refuse a model that has less than half of the twin's numbers among its weights."""
+    """Refuses a model that has less than half of the twin's numbers among its weights."""
 
     def numbers(arrays: Iterable[Any]) -> np.ndarray:
         flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]

@@ -1,4 +1,4 @@
-"""Port a module whose weights are made by a weight table, or that keeps its own weights."""
+"""Ports a module whose weights are made by a weight table, or that keeps its own weights."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Use a JAX model, which runs on the CPU, as the reference for another JAX model."""
+"""Uses a JAX model, which runs on the CPU, as the reference for another JAX model."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ class JaxReference(Reference):
         return not are_same(before, after)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the model in float64."""
+        """Runs the model in float64."""
         self._say = say
         try:
             self._run_oracle(self._as_port(problem))

@@ -1,4 +1,4 @@
-"""Write and read arrays with JSON metadata in a safetensors file. Damaged files are refused."""
+"""Writes and reads arrays with JSON metadata in a safetensors file. Damaged files are refused."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file completely or not at all. `facts` must be values that JSON can hold.
+    """Writes a file completely or not at all. `facts` must be values that JSON can hold.
 
     Equal arrays are stored once.
     """

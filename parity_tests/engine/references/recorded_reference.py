@@ -1,4 +1,4 @@
-"""Use a file that `record` wrote as the reference."""
+"""Uses a file that `record` wrote as the reference."""
 
 import dataclasses
 import os
@@ -64,7 +64,7 @@ class RecordedReference(Reference):
         call_twin: Any = None,
         logits: str | bool = False,
     ) -> Problem:
-        """Check a user's arguments: inputs, dtypes and seed other than the record's are refused."""
+        """Checks a user's arguments: inputs, dtypes and seed must be those of the record."""
         recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
         dtypes = recorded if dtypes is None else dtypes
         given = super().make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
@@ -79,7 +79,7 @@ class RecordedReference(Reference):
         return dataclasses.replace(given, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Take the results from the record, which must have those that the problem asks for."""
+        """Takes the results from the record, which must have those that the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
         self.constant_names, self._moved = constants["names"], constants["moved"]

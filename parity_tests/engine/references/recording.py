@@ -1,4 +1,4 @@
-"""Write a reference to a file, for comparisons where torch is not installed."""
+"""Writes a reference to a file, for comparisons where torch is not installed."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ def record(
     logits: str | bool = False,
     activations: bool = True,
 ) -> None:
-    """Run the reference alone, and write a file for `compare(path, model)`.
+    """Runs the reference alone, and writes a file for `compare(path, model)`.
 
     The file contains the weights, the inputs, the results and gradients in float64, and the
     reference's own error in each dtype. It is written completely or not at all. A comparison with

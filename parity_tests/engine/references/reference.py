@@ -110,7 +110,7 @@ class Reference(abc.ABC):
         call_twin: Callable[..., Any] | None = None,
         logits: str | bool = False,
     ) -> Problem:
-        """Check a user's arguments, and make the problem, still without a JAX side.
+        """Checks a user's arguments, and makes the problem, still without a JAX side.
 
         The reference chooses a value for each argument that is None.
         """
@@ -140,7 +140,7 @@ class Reference(abc.ABC):
 
     @abc.abstractmethod
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the problem in float64, and keep the results as the oracle."""
+        """Runs the problem in float64, and keeps the results as the oracle."""
 
     def _results(self, run: Run) -> Results:
         """The results of a run."""

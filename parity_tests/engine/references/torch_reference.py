@@ -1,4 +1,4 @@
-"""Use a torch module as the reference."""
+"""Uses a torch module as the reference."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class TorchReference(Reference):
         self.submodules = [name for name, _ in twin.named_modules()]
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the problem's torch side in float64."""
+        """Runs the problem's torch side in float64."""
         self.problem, self._say = problem, say
         self._run_again = partial(run_again, problem)
         say("torch in float64")

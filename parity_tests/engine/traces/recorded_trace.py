@@ -1,4 +1,4 @@
-"""Convert the calls of a reference to arrays and JSON, and back."""
+"""Converts the calls of a reference to arrays and JSON, and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

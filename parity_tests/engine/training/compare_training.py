@@ -1,4 +1,4 @@
-"""Train a torch module and its JAX port side by side, and find the step at which they differ."""
+"""Trains a torch module and its JAX port side by side, and finds the step at which they differ."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def compare_training(
     weights: Any = None,
     dtypes: Iterable[str] = ("float64", "float32"),
 ) -> TrainingReport:
-    """Train both sides from the same weights on the same batches, and compare them at each step.
+    """Trains both sides from the same weights on the same batches, and compares them at each step.
 
     The oracle is torch's training in float64. In float64, JAX may err by at most 1e-12. In other
     dtypes it may err by 4 times as much as torch at that step, or by as much as the conditioning of

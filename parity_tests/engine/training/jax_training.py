@@ -75,7 +75,7 @@ class JaxTraining:
         self._train_step = train_step
 
     def train_on(self, batch: Any) -> None:
-        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
+        """Adds the gradient of a batch, and takes a step after every `accumulate` batches."""
         if self._count % self._accumulate == 0:
             self._gradient = jax.tree.map(jnp.zeros_like, self._gradient)
         trained = self._params, self._statistics, self._state, self._gradient

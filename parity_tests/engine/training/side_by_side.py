@@ -1,4 +1,4 @@
-"""Run the trainings of both sides batch by batch, and compare them."""
+"""Runs the trainings of both sides batch by batch, and compares them."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def train_side_by_side(
     make_torch_training: Callable[..., TorchTraining],
     batches: Sequence[Any],
 ) -> TrainingReport:
-    """Train both sides batch by batch, and compare them after each batch.
+    """Trains both sides batch by batch, and compares them after each batch.
 
     Args:
         names: gives the weights of both sides the same names.

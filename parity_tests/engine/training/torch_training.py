@@ -72,7 +72,7 @@ class TorchTraining:
         self._gradients: Arrays = {}
 
     def train_on(self, batch: Any) -> None:
-        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
+        """Adds the gradient of a batch, and takes a step after every `accumulate` batches."""
         self.count += 1
         inputs = tensors(batch, self.dtype)
         with self.arithmetic or contextlib.nullcontext():
@@ -175,7 +175,7 @@ def checked_result(name: str, value: Any, kind: type) -> Any:
 
 
 def checked_loss(name: str, value: Any, kind: type) -> None:
-    """Check that a loss is a real scalar of its framework."""
+    """Checks that a loss is a real scalar of its framework."""
     if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
         raise TypeError(
             f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "

@@ -1,4 +1,4 @@
-"""Give the weights of torch and JAX the same names, to compare two trainings."""
+"""Gives the weights of torch and JAX the same names, to compare two trainings."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

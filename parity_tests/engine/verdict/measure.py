@@ -1,4 +1,4 @@
-"""Measure the JAX side of a problem against any reference."""
+"""Measures the JAX side of a problem against any reference."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ def measure(
     keep_arrays: bool = False,
     say: Say = silent,
 ) -> Report:
-    """Measure the errors of both sides in each dtype, and compare JAX's errors with their bounds.
+    """Measures the errors of both sides in each dtype, and compares JAX's errors with their bounds.
 
     Dtypes that the problem does not have are skipped. A given `jax_side` is reused, even if it was
     compiled for other weights and inputs, which must have the same shapes. With `keep_arrays`, each
