@@ -236,7 +236,7 @@ def _departure(
     # If the outputs already differ, the gradients need not be searched. If nothing could be
     # measured, as when the two sides return different structures, there are none.
     is_forward = group in GROUPS[:2] or not report.tensors
-    trace = reference.trace(dtype, is_forward=is_forward, moves=report.constant_moves)
+    trace = reference.runs.trace(dtype, is_forward=is_forward, moves=report.constant_moves)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
 from parity_tests.engine.logits import LogitsError, logits_array
-from parity_tests.engine.problem import Problem
+from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.record_file import read, unpack
-from parity_tests.engine.references.reference import Reference, RunErrors
+from parity_tests.engine.references.reference import Reference, RunErrors, Runs
 from parity_tests.engine.results import ErrorsByGroup, Results
 from parity_tests.engine.traces.recorded_trace import recorded_calls
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
@@ -83,6 +83,7 @@ class RecordedReference(Reference):
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
         self.constant_names, self._moved = constants["names"], constants["moved"]
+        self.runs = RecordedRuns(self, self._facts, self._arrays)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -91,11 +92,23 @@ class RecordedReference(Reference):
             )
         return self
 
+    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
+        """How far the results move if all constants change by as much as their rounding."""
+        return self._moved if self.constant_count else {}
+
+
+class RecordedRuns(Runs):
+    """The runs that a record holds."""
+
+    def __init__(self, reference: Reference, facts: Mapping[str, Any], arrays: Arrays):
+        super().__init__(reference)
+        self._facts, self._arrays = facts, arrays
+
     def results_in(self, dtype: str) -> Results:
         """The results in float64. Those in other dtypes are not recorded, so there are none."""
-        return self.oracle if dtype == "float64" else Results()
+        return self._reference.oracle if dtype == "float64" else Results()
 
-    def _own_run(self, dtype: str) -> RunErrors:
+    def _own(self, dtype: str) -> RunErrors:
         run = self._facts["own_runs"][dtype]
         dtypes = {
             (group, name): np.dtype(each)
@@ -112,12 +125,9 @@ class RecordedReference(Reference):
         self, dtype: str, *, is_forward: bool = False, moves: Sequence[np.ndarray] = ()
     ) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        calls, owners = self._facts["calls"], self.weights.owners
-        return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
-
-    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
-        """How far the results move if all constants change by as much as their rounding."""
-        return self._moved if self.constant_count else {}
+        reference = self._reference
+        owners, calls = reference.weights.owners, self._facts["calls"]
+        return recorded_calls(calls, self._arrays, reference.oracle, owners, dtype)
 
 
 def are_same_inputs(given: Sequence[Any], recorded: Sequence[Any]) -> bool:

@@ -85,7 +85,7 @@ def record(
         calls: Arrays = {}
         if activations:
             moves = moves_by_rounding(reference)
-            traces = [reference.trace(dtype, moves=moves) for dtype in problem.dtypes]
+            traces = [reference.runs.trace(dtype, moves=moves) for dtype in problem.dtypes]
             facts["submodules"] = reference.submodules and [*reference.submodules]
             facts["calls"] = calls_as_facts(traces, calls)
 
@@ -123,8 +123,8 @@ def facts_of(reference: Reference) -> dict[str, Any]:
         "cast_to": reference.cast_to,
         "notes": reference.notes,
         "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "own_runs": {dtype: errors_as_facts(reference.own_run(dtype)) for dtype in dtypes},
-        "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
+        "own_runs": {dtype: errors_as_facts(reference.runs.own(dtype)) for dtype in dtypes},
+        "scatter": {dtype: reference.runs.scatter(dtype) for dtype in dtypes},
     }
 
 

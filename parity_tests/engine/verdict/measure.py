@@ -68,7 +68,7 @@ def measure(
     oracle, sides = reference.oracle, reference.sides
     place = logits_array(problem.logits, oracle) if problem.logits and not faults else None
     for dtype in [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]:
-        own_run = reference.own_run(dtype)
+        own_run = reference.runs.own(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
         facts = jax_side.facts[dtype]
@@ -90,21 +90,21 @@ def measure(
                 problem, jax_side, reference, ours, platform
             )
             notes += [note] if note else []
-        own, errors = reference.own_run(bound_dtype).errors, errors_of(ours, expected)
+        own, errors = reference.runs.own(bound_dtype).errors, errors_of(ours, expected)
         tensors[dtype] = {
             group: tensor_errors(
                 jnp.dtype(bound_dtype),
                 torch=own[group],
                 jax=errors[group],
-                torch32=reference.own_run("float32").errors[group],
-                rounded=(run[group] for run in reference.rounded(bound_dtype)),
+                torch32=reference.runs.own("float32").errors[group],
+                rounded=(run[group] for run in reference.runs.rounded(bound_dtype)),
                 constants=moved.get(group, {}),
             )
             for group in GROUPS
             if only_floating(oracle.get(group, {})) and group in ours
         }
         if keep_arrays:
-            reference_arrays = expected if dtype == "float64" else reference.results_in(dtype)
+            reference_arrays = expected if dtype == "float64" else reference.runs.results_in(dtype)
             tensors[dtype] = with_arrays(tensors[dtype], reference_arrays, ours)
 
         # For logits, add errors in the units of language models.
