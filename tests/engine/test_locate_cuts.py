@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from jax_models.weights import conv, linear, same
-from parity_tests import compare
+from parity_tests import compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -25,23 +25,15 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) * self.scale
 
 
-class Losing(torch.nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, (y**2).mean()
+class Then(torch.nn.Linear):
+    """Applies a function to its input and to what a linear layer makes of it."""
 
-
-class Quantised(torch.nn.Linear):
-    """Has a straight-through gradient for its first result."""
+    def __init__(self, function):
+        super().__init__(4, 4)
+        self.function = function
 
     def forward(self, x):
-        y = super().forward(x)
-        return x + (y - x).detach(), ((y - x.detach()) ** 2).sum(1)
-
-
-class Cast(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x).float().to(x.dtype)
+        return self.function(x, super().forward(x))
 
 
 class Experts(torch.nn.Module):
@@ -112,6 +104,11 @@ class Within(torch.nn.Module):
 
 def affine(w, x, name="inner"):
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def straight_through(x, y):
+    """A quantised y, whose gradient goes straight through to x, and a loss."""
+    return x + (y - x).detach(), ((y - x.detach()) ** 2).sum(1)
 
 
 def not_straight(w, x):
@@ -241,7 +238,7 @@ PLACES = {
         {""},
     ),
     "a module's loss": (
-        lambda: Within(Losing(4, 4)),
+        lambda: Within(Then(lambda x, y: (y, (y**2).mean()))),
         lambda: lambda w, x: (affine(w, x), (affine(w, x) ** 2 + x).mean()),
         dict,
         {"inner"},
@@ -253,13 +250,13 @@ PLACES = {
         {"1"},
     ),
     "a difference that torch's casts would hide": (
-        lambda: Within(Cast(4, 4), lambda x: 2 * x),
+        lambda: Within(Then(lambda x, y: y.float().to(x.dtype)), lambda x: 2 * x),
         lambda: lambda w, x: (1 + 3e-11) * affine(w, 2 * x),
         dict,
         {"inner", ""},
     ),
     "a gradient that does not go straight through": (
-        lambda: Within(Quantised(4, 4), torch.tanh),
+        lambda: Within(Then(straight_through), torch.tanh),
         lambda: not_straight,
         dict,
         {"inner"},
@@ -316,3 +313,17 @@ def test_a_fault_is_found_where_the_sides_are_divided_differently(place):
     report = compare(twin(), model(), x, weights=weights, dtypes=dtypes, locate=True)
     assert not report.passed
     assert report.location.culprit in culprits, f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    "place", ["another input of a layer", "a gradient that is lost between two blocks"]
+)
+def test_a_record_accuses_no_layer_that_gets_another_input(place, tmp_path):
+    """A record cannot run the layer again on the input that JAX's gets."""
+    twin, model, weights, _ = PLACES[place]
+    torch.manual_seed(0)
+    path, x = tmp_path / "twin.safetensors", np.random.default_rng(0).standard_normal((5, 4))
+    record(twin(), x, path=path, dtypes="float64")
+    report = compare(path, model(), weights=weights, locate=True)
+    assert not report.passed
+    assert report.location.culprit in ("", None), f"\n{report}"
