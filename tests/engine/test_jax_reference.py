@@ -201,8 +201,8 @@ def scatters(side, x, dtypes):
     """How far random rounding to each dtype moves the results of a side."""
     with open_reference(side) as reference:
         problem = reference.make_problem((x,))
-        run = reference.run(problem)
-        return [run.runs.scatter(dtype) for dtype in dtypes]
+        reference.run(problem)
+        return [reference.runs.scatter(dtype) for dtype in dtypes]
 
 
 @pytest.mark.slow
