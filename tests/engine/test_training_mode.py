@@ -130,24 +130,37 @@ def test_statistics_in_a_tree_of_weights(momentum, returned):
     assert any("statistics.mean" in note for note in report.notes) == (not returned)
 
 
-@pytest.mark.slow
-def test_other_random_numbers_are_told():
-    report = train(
-        batch_normed,
-        Net(nnx.BatchNorm),
-        NORMED,
-        loss_twin=lambda twin, batch: twin(batch[0] + 1e-3 * torch.randn_like(batch[0])).mean(),
-    )
-    assert not report.passed
-    assert "torch draws random numbers (randn_like)" in str(report)
-
-
 def affine(weights, x):
     return x @ weights["weight"].T + weights["bias"]
 
 
 def affine_loss(weights, batch):
     return cross_entropy(affine(weights, batch[0]), batch[1])
+
+
+class Attended(nn.Linear):
+    """A layer whose rows attend to each other, with dropout."""
+
+    def __init__(self, rate):
+        super().__init__(5, 3)
+        self.rate = rate
+
+    def forward(self, x):
+        y = super().forward(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=self.rate)[0, 0]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_training_that_depends_on_random_numbers_fails(rate):
+    """Torch's attention counts as random even if it drops nothing."""
+
+    def loss(weights, batch):
+        y = affine(weights, batch[0])
+        return cross_entropy(jax.nn.softmax(y @ y.T / 3**0.5) @ y, batch[1])
+
+    report = train(lambda: Attended(rate), affine, dict, loss=loss, dtypes="float32")
+    assert report.passed == (rate == 0), str(report)
+    assert any("torch draws random numbers" in fault for fault in report.faults) == (rate > 0)
 
 
 class Scaled(nn.Linear):
