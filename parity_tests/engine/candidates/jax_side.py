@@ -139,8 +139,8 @@ class JaxSide:
                 facts = ProgramFacts()
                 forward = partial(self._forward, names, args.join, facts)
                 program = partial(self._forward_and_backward, forward, dtypes, facts)
-                # float64 measures the model and not its speed. The other dtypes are compiled as
-                # they are for users.
+                # The optimizer changes how a program rounds, which float64 need not show. The other
+                # dtypes are compiled as they are for users.
                 is_quick = dtype == "float64" and args.size <= MOST_QUICK
                 options = QUICK if is_quick and self._device.platform == "cpu" else None
                 self._programs[key] = jax.jit(program, compiler_options=options), facts
