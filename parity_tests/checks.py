@@ -34,7 +34,7 @@ STARTS, ENDS = np.array([0, 3, 1]), np.array([TIME, TIME, 4])
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """Register a function of a `Subject` as a check, under its name with spaces.
+    """Registers a function of a `Subject` as a check, under its name with spaces.
 
     The first line of its docstring says to users what it checks.
     """

@@ -24,7 +24,7 @@ FORMS = {"json": "JSON", "html": "a page"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options `--parity-json` and `--parity-html`."""
+    """Adds the options `--parity-json` and `--parity-html`."""
     group = parser.getgroup("parity", "parity of JAX with PyTorch (twinscan)")
     for form, what in FORMS.items():
         group.addoption(
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark and, if files are requested, the collector of reports."""
+    """Registers the mark and, if files are requested, the collector of reports."""
     config.addinivalue_line("markers", "parity: compares a JAX port with its torch module")
     files = {form: Path(name) for form in FORMS if (name := config.getoption(f"parity_{form}"))}
     is_worker = hasattr(config, "workerinput")  # set in the workers of pytest-xdist
@@ -59,19 +59,19 @@ class Collector:
         """The records of all tests so far, as JSON."""
 
     def pytest_sessionstart(self) -> None:
-        """Receive all reports from now on."""
+        """Receives all reports from now on."""
         REPORT_HOOKS.append(self.reports.append)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Discard the reports of comparisons outside of tests."""
+        """Discards the reports of comparisons outside of tests."""
         self.reports.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the reports to pytest's report under the test's name, and a number from 2 on."""
+        """Attaches the reports to pytest's report under the test's name, and a number from 2 on."""
         report = yield
         if self.reports:
             from parity_tests.report.save import record_of
@@ -87,12 +87,12 @@ class Collector:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a test's record, whether it comes from this process or from a worker."""
+        """Keeps a test's record, whether it comes from this process or from a worker."""
         if self.files and hasattr(report, ATTRIBUTE):
             self.records.append(getattr(report, ATTRIBUTE))
 
     def pytest_sessionfinish(self) -> None:
-        """Write the files, and receive no more reports."""
+        """Writes the files, and receives no more reports."""
         REPORT_HOOKS.remove(self.reports.append)
         if self.files:
             from parity_tests.report.files import FORMS
@@ -103,6 +103,6 @@ class Collector:
                 write_whole(path, FORMS[f".{form}"](record))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Name the files that were written."""
+        """Names the files that were written."""
         for path in self.files.values():
             terminalreporter.write_sep("-", f"parity: {path}")

@@ -97,7 +97,7 @@ class Subject:
         return np.where(where[..., None], self.x + np.linspace(0.5, 1.5, self.x.shape[-1]), self.x)
 
     def assert_unchanged(self, actual, expected, what: str):
-        """Assert exact equality, or equality up to rounding if an FFT mixes all steps."""
+        """Asserts exact equality, or equality up to rounding if an FFT mixes all steps."""
         if self.case.mixes_steps:
             assert_same(actual, expected, what)
         else:
@@ -123,7 +123,7 @@ class Subject:
 
 
 def assert_same_tree(actual, expected, what: str) -> None:
-    """Assert that two trees have the same structure and, up to rounding, the same values."""
+    """Asserts that two trees have the same structure and, up to rounding, the same values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected), what
     leaves = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
     for (path, a), b in leaves:
@@ -131,7 +131,7 @@ def assert_same_tree(actual, expected, what: str) -> None:
 
 
 def assert_same_gradients(actual, expected, what: str) -> None:
-    """Assert that two trees of gradients agree up to rounding, relative to each array.
+    """Asserts that two trees of gradients agree up to rounding, relative to each array.
 
     A gradient that is zero but for rounding errors, such as that of attention's key bias, is
     compared relative to the largest one.

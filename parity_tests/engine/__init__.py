@@ -1,4 +1,4 @@
-"""Compare any torch module with its JAX port. Nothing here depends on an architecture.
+"""Compares any torch module with its JAX port. Nothing here depends on an architecture.
 
 Start with `compare.py`.
 """

@@ -1,4 +1,4 @@
-"""Compare any torch module with any JAX port of it. Read this file first.
+"""Compares any torch module with any JAX port of it. Read this file first.
 
 `compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
 folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
@@ -39,7 +39,7 @@ from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
-from parity_tests.engine.verdict.channel_order import faults_of_axes, note_on_inputs
+from parity_tests.engine.verdict.channel_order import note_on_inputs
 from parity_tests.engine.verdict.measure import measure, notes_on_arguments
 from parity_tests.engine.verdict.report import Report
 from parity_tests.engine.verdict.transposed import faults_of_transposed_kernels
@@ -71,7 +71,7 @@ def compare(
     edge_inputs: bool = False,
     arrays: bool = False,
 ) -> Report:
-    """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
+    """Compares a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
     Copies of both models run in evaluation mode in each dtype, and their results are measured
     against those of the torch module in float64. For the gradients, both sides backpropagate the
@@ -142,14 +142,14 @@ def compare(
     # JAX computes in float64 only with x64 on. `say` shows the progress on the terminal.
     with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
-        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
+        problem = reference.make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
         has_kwargs = bool(kwargs) or reference.has_kwargs
         locate = reference.checked_locate(locate, names)
 
         # Give both sides the same weights, which completes the problem. A weight that the JAX side
         # cannot hold or does not read is a fault, even if no output shows it.
         problem, faults, notes = port(
-            make_problem, reference.weights, model, weights, call, has_kwargs=has_kwargs
+            problem, reference.weights, model, weights, call, has_kwargs=has_kwargs
         )
         names = checked_names({} if names is None else names, reference.submodules, model)
 
@@ -182,11 +182,9 @@ def compare(
             edge_faults, edge_notes = measure_edges(problem, platform, jax_side)
             faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
-        # If the height, width and channels of an image are equal, the wrong order of axes raises no
-        # error, so check whether the results agree in the other order. The same is true of a square
-        # kernel that was loaded without transposing it.
-        for faults_of in (faults_of_axes, faults_of_transposed_kernels):
-            faults = [*faults, *faults_of(problem, reference, report, jax_side)]
+        # A square kernel that was loaded without transposing it raises no error, so check whether
+        # the results agree if it is transposed.
+        faults = [*faults, *faults_of_transposed_kernels(problem, reference, report, jax_side)]
 
         # A function of JAX may have another default than torch's function of the same name.
         notes = [*notes, *notes_on_arguments(problem, reference, report, jax_side)]
@@ -212,7 +210,7 @@ def compare(
 
 
 def _add_notes(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add hints to an error of the JAX side: an order of axes that runs, and the failing module."""
+    """Adds hints to an error of the JAX side: an order of axes that runs, and the module."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -238,13 +236,13 @@ def _departure(
     # If the outputs already differ, the gradients need not be searched. If nothing could be
     # measured, as when the two sides return different structures, there are none.
     is_forward = group in GROUPS[:2] or not report.tensors
-    trace = reference.trace(dtype, is_forward=is_forward)
+    trace = reference.runs.trace(dtype, is_forward=is_forward, moves=report.constant_moves)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)
 
 
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message says what fails, and where the sides part.
+    """Asserts that `compare(…)` passes; the message says what fails, and where the sides part.
 
     The arguments are those of `compare`, but by default `locate` is on unless the reference is a
     record without activations.

@@ -34,7 +34,7 @@ class LogitsError:
 
 
 def checked_logits(logits: str | bool) -> str | bool:
-    """Check the type of `logits`."""
+    """Checks the type of `logits`."""
     if not isinstance(logits, str | bool):
         raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
     return logits

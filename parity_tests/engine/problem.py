@@ -31,15 +31,16 @@ class Problem:
 
     The result of a side is an array or a tree of arrays. In a tuple, the first entry is the
     outputs, and the rest is the final state. The leaves of both sides have the same order.
+    A reference makes the problem with its own side, and `port` replaces the fields of the JAX side.
     """
 
     twin: Any
     """The torch module, or another object with a `state_dict()`."""
-    build: Callable[[Arrays, str], tuple[Any, Any]]
+    build: Callable[[Arrays, str], tuple[Any, Any]] = lambda state_dict, dtype: (state_dict, None)
     """`build(state_dict, dtype)` makes the JAX side's weights, and the rest of its model."""
-    call: Callable[..., Any]
+    call: Callable[..., Any] = lambda model, *inputs: model(*inputs)
     """`call(model, *inputs)` returns the JAX side's result."""
-    to_torch: Callable[[Any, Any], Arrays] | None
+    to_torch: Callable[[Any, Any], Arrays] | None = None
     """`to_torch(gradient, rest)` returns the weights' gradients under the twin's names.
 
     None if it is unknown how the weights correspond, so that their gradients are not compared.
@@ -107,7 +108,7 @@ def is_function(value: Any) -> bool:
 
 
 def call_model(model: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Call a model with the inputs and return its result."""
+    """Calls a model with the inputs and returns its result."""
     return model(*inputs, **kwargs)
 
 
@@ -144,7 +145,7 @@ def checked_platform(platform: str) -> str:
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse everything except functions; the optional ones may be None."""
+    """Refuses everything except functions; the optional ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
         if not is_function(value):

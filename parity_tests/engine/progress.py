@@ -10,7 +10,7 @@ Say = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Says nothing."""
 
 
 @contextlib.contextmanager

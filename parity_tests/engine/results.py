@@ -174,7 +174,7 @@ def cotangents(seed: int, results: Results) -> list[np.ndarray]:
 
 
 def clear_padding_gradients(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
-    """Set the gradients of padding rows to zero; returns whether any of them was not zero."""
+    """Sets the gradients of padding rows to zero; returns whether any of them was not zero."""
     found = False
     for name, padding in rows.items():
         gradient = results["weight gradients"].get(name)

@@ -34,7 +34,7 @@ class SileroVADFrames(SileroVAD):
         return self.frame_length
 
     def __call__(self, audio: Any, state=None, *, lengths: Any = None, reset=None):
-        """Run on audio (batch, frames, frame_length); the outputs are (batch, frames, 1).
+        """Runs on audio (batch, frames, frame_length); the outputs are (batch, frames, 1).
 
         `lengths` counts frames.
         """
@@ -45,7 +45,7 @@ class SileroVADFrames(SileroVAD):
 
 
 def call(twin, x, state=None):
-    """Call the twin with frames, as `SileroVADFrames` is called."""
+    """Calls the twin with frames, as `SileroVADFrames` is called."""
     y, last = twin(x.flatten(1), state)
     return y[..., None], last
 

@@ -18,7 +18,7 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 def run_packed(twin, x, state=None, lengths=None):
-    """Run a recurrence of torch.nn, over packed rows if there are `lengths`."""
+    """Runs a recurrence of torch.nn, over packed rows if there are `lengths`."""
     if lengths is None:
         return run_recurrence(twin, x, state)
     x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)

@@ -34,7 +34,7 @@ UNFINISHED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Files):
-    """Run every twin pair forward and backward and compare both with the torch twin in float64.
+    """Runs every twin pair forward and backward and compares both with the torch twin in float64.
 
     A cell shows torch's error, JAX's error and their ratio, each relative to the result's size.
     With the name of a file, FILE.py, the pairs that it defines are compared instead.
@@ -124,12 +124,12 @@ def measure_over_time(name: str, platform: str, so_far: Record) -> Fields:
 
 
 def plant_and_check(m: Mutation, so_far: Record) -> Fields:
-    """Plant a fault, and tell whether it is caught."""
+    """Plants a fault, and tells whether it is caught."""
     return {"mutations": (MutationResult(m.name, m.case, m.kind, m.check, is_caught(m)),)}
 
 
 def measure_all(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
-    """Measure everything that the arguments ask for, or as much as the time allows.
+    """Measures everything that the arguments ask for, or as much as the time allows.
 
     An unfinished record has the names of its measurements in `done`.
     """
@@ -180,7 +180,7 @@ def earlier_record(
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:
-    """Measure, print and write the report, and return the exit code.
+    """Measures, prints and writes the report, and returns the exit code.
 
     The exit code is 1 if a row fails or a planted fault is not caught, and `UNFINISHED` if the time
     ran out.

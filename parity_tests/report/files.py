@@ -53,7 +53,7 @@ class Files:
         return {flag: path for flag, path in files.items() if path is not None}
 
     def previous_record(self) -> Record | None:
-        """Check all files before anything runs, and return the record to compare with.
+        """Checks all files before anything runs, and returns the record to compare with.
 
         Raises:
             CommandLineError: a file cannot be read or written.
@@ -72,7 +72,7 @@ class Files:
         return old
 
     def print_and_write(self, record: Record, old: Record | None) -> int:
-        """Print and write a record, and print the changes since `old`. Returns the exit code.
+        """Prints and writes a record, and prints the changes since `old`. Returns the exit code.
 
         The exit code is 1 if something fails.
         """
@@ -89,7 +89,7 @@ class Files:
         return 0 if record.passed else 1
 
     def write(self, record: Record, flags: Iterable[str]) -> None:
-        """Write the files that these flags name."""
+        """Writes the files that these flags name."""
         for flag in flags:
             with errors_naming(flag, self.paths_by_flag[flag]):
                 write_whole(self.paths_by_flag[flag], FORMS[flag.replace("--", ".")](record))

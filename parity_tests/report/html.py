@@ -1,4 +1,4 @@
-"""Format the report as an HTML page, which needs no network."""
+"""Formats the report as an HTML page, which needs no network."""
 
 import io
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Measure how the errors grow along a sequence.
+"""Measures how the errors grow along a sequence.
 
 The error of a step is the root mean square over batch and features, relative to that of the float64
 twin's output at the same step, as `tolerance` defines it for tensors. Because each step has its own
@@ -20,7 +20,7 @@ STEPS = 128
 
 
 def errors_over_time(case: Case, platform: str) -> Iterator[ErrorOverTime]:
-    """Run both sides over `STEPS` steps, or as many as the layer takes."""
+    """Runs both sides over `STEPS` steps, or as many as the layer takes."""
     x = case.inputs(time=min(STEPS, case.max_length or STEPS))
     problem = dataclasses.replace(case.problem(given_state=False), inputs=(x,))
     oracle, jax_side = run_oracle(problem)[0].forward, JaxSide(problem, platform)

@@ -24,7 +24,7 @@ EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(Files):
-    """Compare the pairs that FILE.py defines.
+    """Compares the pairs that FILE.py defines.
 
     A pair is a `parity_tests.Pair` at module level, or the result of a function without arguments
     that is annotated with `-> Pair`. Names that begin with an underscore are ignored.
@@ -47,7 +47,7 @@ class Arguments(Files):
 
 
 def load(file: Path) -> ModuleType:
-    """Import a Python file as a module.
+    """Imports a Python file as a module.
 
     Raises:
         OSError: the file cannot be read.
@@ -112,7 +112,7 @@ def compare_pair(make: Callable[[], Any], arguments: Arguments) -> Report:
 
 
 def main(args: Sequence[str], prog: str) -> int:
-    """Compare the pairs, print a row for each pair and dtype, and return 1 if one fails, else 0."""
+    """Compares the pairs, prints a row for each pair and dtype, and returns the exit code."""
     arguments = parse(Arguments, args, prog=prog)
     old = arguments.previous_record()
     makers = pairs_of(load(arguments.file))

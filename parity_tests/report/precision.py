@@ -1,4 +1,4 @@
-"""Measure the errors of coarser matrix products, whose operands are rounded as on TPUs and GPUs.
+"""Measures the errors of coarser matrix products, whose operands are rounded as on TPUs and GPUs.
 
 Unless told otherwise (`jax.default_matmul_precision("highest")`), a TPU rounds the float32 operands
 of a matrix product to bfloat16, and a GPU may round them to TensorFloat-32; the sums are in

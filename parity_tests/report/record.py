@@ -1,4 +1,4 @@
-"""Convert the report to JSON and back, and find the changes between two reports."""
+"""Converts the report to JSON and back, and finds the changes between two reports."""
 
 import contextlib
 import dataclasses

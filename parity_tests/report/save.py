@@ -1,4 +1,4 @@
-"""Write the reports of your own pairs to a page or to JSON."""
+"""Writes the reports of your own pairs to a page or to JSON."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from twinscan.files import write_whole
 
 
 def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
-    """Write reports, by name, to a page (`.html`) or to JSON (`.json`), completely or not at all.
+    """Writes reports, by name, to a page (`.html`) or to JSON (`.json`), completely or not at all.
 
     Raises:
         ValueError: `path` has another suffix, or there is no report.

@@ -1,4 +1,4 @@
-"""Print the report on a terminal."""
+"""Prints the report on a terminal."""
 
 from collections.abc import Iterable
 
@@ -13,14 +13,14 @@ from parity_tests.report.record import PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
-    """Print the tables, the failures, the notes, and the platforms that ran."""
+    """Prints the tables, the failures, the notes, and the platforms that ran."""
     console.print(error_table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
     logits: dict[str, dict[str, dict[str, LogitsError]]] = {}
     for m in record.logits:
-        of_case = logits.setdefault(f"{m.case}, {m.platform}", {})
-        of_case.setdefault(m.dtype, {})[m.side] = m.error
+        case_errors = logits.setdefault(f"{m.case}, {m.platform}", {})
+        case_errors.setdefault(m.dtype, {})[m.side] = m.error
     for case, errors in logits.items():
         console.print(escape("\n".join([case, *logits_lines(errors)])))
     for m in record.measurements:

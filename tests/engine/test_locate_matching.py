@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from faulty_pairs import INDICES, X, located
-from flax import linen, nnx
+from flax import nnx
 
 from jax_models.weights.rows import Weight
 from jax_models.weights.tables import linear
@@ -159,8 +159,6 @@ class Attention(nnx.Module):
 
     def __call__(self, x):
         q, k, v = (p(x).reshape(-1, 2, 4) for p in (self.q, self.k, self.v))
-        if self.fault == "after":
-            q = 2 * q
         if self.fault == "gradient":
             v = 2 * v - jax.lax.stop_gradient(v)
         weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
@@ -191,7 +189,7 @@ SPLIT = [
 
 @pytest.mark.parametrize(
     ("fault", "culprit", "direction"),
-    [("after", "", "forward"), ("keys", "qkv", "forward"), ("gradient", "", "backward")],
+    [("keys", "qkv", "forward"), ("gradient", "", "backward")],
 )
 def test_one_projection_that_is_three_here(fault, culprit, direction):
     torch.manual_seed(0)
@@ -248,36 +246,9 @@ class Steps(nnx.Module):
         return states.swapaxes(0, 1)
 
 
-class LinenGRU(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.RNN(linen.GRUCell(4, name="cell"))(x)
-
-
-def load_linen_gru(weights):
-    """The weights without the bias of the recurrent part of the candidate."""
-    kernels, recurrent, bias, other = (
-        np.split(weights[key], 3)
-        for key in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    )
-    cell = {
-        f"i{gate}": {"kernel": kernels[i].T, "bias": bias[i] + other[i]}
-        for i, gate in enumerate("rzn")
-    }
-    cell |= {f"h{gate}": {"kernel": recurrent[i].T} for i, gate in enumerate("rzn")}
-    cell["in"]["bias"], cell["hn"]["bias"] = bias[2], 0 * other[2]
-    return {"cell": cell}
-
-
 def steps_of_a_cell():
     table = [*linear("cell.gate", "cell.gate"), *linear("cell.new", "cell.new")]
     return (TorchSteps(), Steps(), X3), {"weights": table}
-
-
-def steps_of_linen():
-    call_twin = lambda twin, x: twin(x)[0]  # noqa: E731
-    gru = torch.nn.GRU(4, 4, batch_first=True)
-    return (gru, LinenGRU(), X3), {"weights": load_linen_gru, "call_twin": call_twin}
 
 
 def one_step():
@@ -292,7 +263,6 @@ X3 = np.random.default_rng(1).standard_normal((3, 5, 4))
     ("pair", "verdict"),
     [
         (steps_of_a_cell, "cell in call 1 of 5, forward, after cell.new in call 1 of 5"),
-        (steps_of_linen, "the module itself, forward"),
         (one_step, "the module itself, forward, after new"),
     ],
 )
@@ -325,7 +295,7 @@ def test_a_square_matrix_is_compared_as_it_is_first():
     assert difference(square + 1, square, 1e-12).layout == ""
 
 
-@pytest.mark.parametrize("ours", [-np.inf, -1e9, -800.0, np.finfo(np.float64).min])
+@pytest.mark.parametrize("ours", [-np.inf, -800.0])
 def test_masks_leave_out_the_same(ours):
     kept = X > 0
     expected = np.where(kept, 0, np.finfo(np.float32).min)

@@ -80,7 +80,7 @@ def compared(cell: nn.Module, port: Port, change_row=lambda row: row):
     x = np.random.default_rng(0).standard_normal((STEPS, STEPS, 2))
     rows = map(change_row, port.rnn.torch_layouts()["torch.nn.cell"])
     table = [*linear("embed", "embed"), *nested([*rows], "rnn", "cell"), *linear("head", "head")]
-    return compare(Loop(cell), port, x, weights=table, locate=True)
+    return compare(Loop(cell), port, x, weights=table, locate=True, dtypes="float64")
 
 
 KINDS = {

@@ -136,12 +136,6 @@ KINDS = {
         SQUARE,
     ),
     "a mask without a dtype": (lambda: Masked(4, 4), masked, {"largest": -1.0}, SQUARE),
-    "complex weights": (
-        Spectral,
-        lambda w, x, f=lambda c: c: jnp.fft.irfft(jnp.fft.rfft(x) * f(w["filter"]), n=4),
-        {"f": jnp.conj},
-        SQUARE,
-    ),
     "an integer buffer": (Permuted, looked_up, {"shift": 1}, TOKENS),
     "a weight norm of old": (
         lambda: torch.nn.utils.weight_norm(nn.Linear(4, 3)),
@@ -157,12 +151,6 @@ KINDS = {
         ),
         {"scale": 10.001},
         SQUARE,
-    ),
-    "bfloat16": (
-        lambda: nn.Linear(4, 4).bfloat16(),
-        lambda w, x, s=1.0: s * affine(w, x),
-        {"s": 1 + 1e-9},
-        torch.tensor(SQUARE).bfloat16(),
     ),
 }
 

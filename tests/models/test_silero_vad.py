@@ -110,7 +110,7 @@ def test_probabilities_and_states_err_as_those_of_torchscript(name, x64):
             torch=original,
             jax=ours,
             torch32=original,
-            rounded=[reference.scatter("float32")[group]],
+            rounded=[reference.runs.scatter("float32")[group]],
         )
         assert error.passed, f"{group}: {error}"
 

@@ -1,1 +1,1 @@
-"""Decide how large an error rounding can explain."""
+"""Decides how large an error rounding can explain."""

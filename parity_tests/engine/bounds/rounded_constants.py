@@ -8,7 +8,7 @@ Results that move may then differ as far as they move; all others must agree.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,8 @@ from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, DECIMAL_DIGITS, 
 
 Digits = Callable[[np.ndarray], np.ndarray]
 """A function that replaces the constants among the numbers of an array by more exact ones."""
+MOST_NAMES = 3
+"""The largest number of constants that a note names."""
 
 
 def short_decimal(value: Any) -> float | None:
@@ -37,10 +39,10 @@ def is_rounded(values: Any) -> np.ndarray:
     """
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        of_float32 = values.astype(np.float32) == values
+        fits_float32 = values.astype(np.float32) == values
         is_exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
     short = short_decimal(values)
-    return np.isfinite(values) & of_float32 & ~is_exact & (short is None or short != values)
+    return np.isfinite(values) & fits_float32 & ~is_exact & (short is None or short != values)
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
@@ -48,26 +50,57 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
     return int(sum(is_rounded(value).sum() for value in values))
 
 
-def moves_to_digits(
-    values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The moves that give each constant the digits of an array, and masks of what no array has.
+class Moves(NamedTuple):
+    """Relative changes of constants that are rounded to float32, an array for each constant."""
 
-    A move is a relative change of each number. Each constant gets the digits of the array that
-    contains most of its numbers, with either sign. The digits count as unknown if this array
-    contains many other numbers, because the array may be another one: the sines of small
-    frequencies, for example, are almost the frequencies themselves.
+    to_digits: list[np.ndarray]
+    """They give the reference's constants the model's float64 digits, where these are known."""
+    by_rounding: list[np.ndarray]
+    """They change the reference's other constants by as much as their rounding."""
+    in_model: list[np.ndarray]
+    """They change the model's constants that the reference lacks by as much as their rounding."""
+
+    @property
+    def with_rounding(self) -> list[np.ndarray]:
+        """The changes of the reference's constants, whether their digits are known or not."""
+        return [a + b for a, b in zip(self.to_digits, self.by_rounding, strict=True)]
+
+
+def find_moves(
+    constants: Sequence[np.ndarray],
+    model_constants: Sequence[np.ndarray],
+    model_arrays: Iterable[np.ndarray],
+    weights: Iterable[np.ndarray],
+) -> Moves:
+    """Finds the float64 digits of constants, and how much those without known digits may be off.
+
+    A constant of the reference gets the digits of the array that contains most of its numbers, with
+    either sign. These digits count as unknown if the array contains many other numbers, because it
+    may be another one: the sines of small frequencies, for example, are almost the frequencies
+    themselves.
+
+    Args:
+        constants: the reference's constants.
+        model_constants: the model's constants.
+        model_arrays: the arrays that the model computes from no input and no weight.
+        weights: the reference's weights.
+
     """
-    sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
+    sizes = (np.unique(np.abs(array[np.isfinite(array)])) for array in model_arrays)
     known = sorted(filter(np.size, sizes), key=np.size)
-    moves, unknown = [], []
-    for value in values:
+    to_digits, unknown = [], []
+    for value in constants:
         found = [(_move_to(value, numbers), numbers.size) for numbers in known]
         none = np.full(value.shape, np.nan), 0
         best, size = max(found, key=lambda each: np.isfinite(each[0]).sum(), default=none)
         unknown.append(is_rounded(value) & (np.isnan(best) | (size > 2 * value.size)))
-        moves.append(np.nan_to_num(best))
-    return moves, unknown
+        to_digits.append(np.nan_to_num(best))
+
+    # The reference may hold a constant of the model with the same rounding, and with either sign.
+    others = [*constants, *weights] if model_constants else []
+    numbers = np.concatenate([np.abs(np.ravel(each)) for each in (*others, [0.0])])
+    lacking = [is_rounded(each) & ~np.isin(np.abs(each), numbers) for each in model_constants]
+    return Moves(to_digits, moved_by_rounding(unknown), moved_by_rounding(lacking))
 
 
 def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -84,22 +117,16 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return np.where(is_rounded(value) & is_near, nearest, np.nan)
 
 
-def unknown_numbers(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Masks of the numbers that are rounded to float32 and do not occur in the other arrays.
-
-    A number occurs if another array contains it with either sign.
-    """
-    if not rounded_count(values):
-        return []
-    numbers = np.concatenate([np.abs(np.ravel(other)) for other in [np.zeros(1), *others]])
-    return [is_rounded(value) & ~np.isin(np.abs(value), numbers) for value in values]
-
-
 def moved_by_rounding(where: Iterable[np.ndarray]) -> list[np.ndarray]:
     """Relative changes as large as a constant's rounding, with random signs, within the masks."""
     rng = np.random.default_rng(0)
     size = CONSTANT_ULPS * ulp(np.float32)
     return [size * each * rng.choice([-1.0, 1.0], each.shape) for each in where]
+
+
+def are_moved(moves: Iterable[np.ndarray]) -> bool:
+    """True if any constant changes."""
+    return any(move.any() for move in moves)
 
 
 def digits_of(values: Iterable[np.ndarray], moves: Iterable[np.ndarray]) -> Digits:
@@ -129,3 +156,14 @@ def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
         f"{name} {value.shape}" if value.ndim else f"{name} = {value:.9g}"
         for name, value in constants.items()
     ]
+
+
+def note_on_constants(count: int, names: Sequence[str]) -> str:
+    """The start of a note on rounded constants, with names by which a user finds them in the code.
+
+    `count` is the number of their entries.
+    """
+    numbers = "1 constant is" if count == 1 else f"{count} numbers of constants are"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    named = f" ({', '.join(names[:MOST_NAMES])}{more})" if names else ""
+    return f"{numbers} in float32{named}: float64 is compared"

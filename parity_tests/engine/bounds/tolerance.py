@@ -269,7 +269,7 @@ def group_error(
 
 
 def assert_same(actual, expected, what: str) -> None:
-    """Assert that two ways to compute the same result in float64 agree up to rounding."""
+    """Asserts that two ways to compute the same result in float64 agree up to rounding."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     error, scale = (

@@ -119,7 +119,7 @@ class Decisions:
         return None
 
     def _keep(self, func: Any, args: Any, results: Any, written: Any) -> None:
-        """Remember the results in the module's own dtypes, where these are coarser than float64."""
+        """Keeps the results in the module's own dtypes, where these are coarser than float64."""
         if written is None:
             self._forget(func, args)
             return
@@ -128,7 +128,7 @@ class Decisions:
                 self._written[result] = Written(own, written[1])
 
     def _forget(self, func: Any, args: Any) -> None:
-        """Forget the tensors that an operation changes, and their views."""
+        """Forgets the tensors that an operation changes, and their views."""
         for changed in filter(is_real, written_tensors(func, args)):
             memory = changed.untyped_storage().data_ptr()
             for tensor in [*self._written]:

@@ -55,13 +55,13 @@ class Float64Mode(TorchDispatchMode):
         self._before: list[torch.dtype] = []
 
     def __enter__(self):
-        """Make float64 torch's default dtype."""
+        """Makes float64 torch's default dtype."""
         self._before.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         return super().__enter__()
 
     def __exit__(self, *exception):
-        """Restore torch's default dtype."""
+        """Restores torch's default dtype."""
         torch.set_default_dtype(self._before.pop())
         return super().__exit__(*exception)
 
@@ -121,7 +121,7 @@ class InFloat64(Float64Mode):
         """The names of the functions that the module calls, as torch's operations have them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, in float64 even if it asks for a coarser dtype."""
+        """Runs an operation, in float64 even if it asks for a coarser dtype."""
         self.functions.add(function_name(func))
         args, kwargs = self._replace(func, args, kwargs or {})
         if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
@@ -151,7 +151,7 @@ class RandomRounding(Float64Mode):
         self._decisions = iter(decisions)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation and round the tensors that it writes; views are left alone."""
+        """Runs an operation and rounds the tensors that it writes; views are left alone."""
         kwargs = kwargs or {}
         if func in FUSED:
             with self:

@@ -1,1 +1,1 @@
-"""Load, call and run the model of each framework, also in float64."""
+"""Loads, calls and runs the model of each framework, also in float64."""

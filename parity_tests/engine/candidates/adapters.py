@@ -171,15 +171,15 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
 
     def convert_loaded(weights: Any) -> Any:
         if isinstance(weights, Mapping):
-            return {**initial, **weights}
+            return {**own_values, **weights}
         order = [v.path for v in model.weights]
         if len(weights) == len(trained):
             order = [v.path for v in model.trainable_variables]
-        return {**initial, **dict(zip(order, weights, strict=True))}
+        return {**own_values, **dict(zip(order, weights, strict=True))}
 
-    initial = {path: variable.value for path, variable in variables.items()}
+    own_values = {path: variable.value for path, variable in variables.items()}
     return ForeignModel(
-        initial, run, convert_loaded, is_trained=lambda path: path_of(path) in trained
+        own_values, run, convert_loaded, is_trained=lambda path: path_of(path) in trained
     )
 
 

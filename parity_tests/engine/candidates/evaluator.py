@@ -1,4 +1,4 @@
-"""Evaluate a JAX program with some dtypes replaced, so that its casts to float32 have no effect."""
+"""Evaluates a JAX program with other dtypes, so that its casts to float32 have no effect."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -197,11 +197,14 @@ class Evaluator:
         return [*last, *ys]
 
     def _while(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
-        of_cond, others = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
-        of_body, init = others[: params["body_nconsts"]], others[params["body_nconsts"] :]
+        cond_count, body_count = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, others = operands[:cond_count], operands[cond_count:]
+        body_consts, init = others[:body_count], others[body_count:]
         condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
         return lax.while_loop(
-            lambda state: condition(*of_cond, *state)[0], lambda state: body(*of_body, *state), init
+            lambda state: condition(*cond_consts, *state)[0],
+            lambda state: body(*body_consts, *state),
+            init,
         )
 
 

@@ -48,13 +48,13 @@ class Decisions:
         self._written: dict[Any, Written] = {}
 
     def forget(self, atoms: Iterable[Any]) -> None:
-        """Forget the numbers of these variables."""
+        """Forgets the numbers of these variables."""
         for variable in atoms:
             if not isinstance(variable, Literal):
                 self._written.pop(variable, None)
 
     def pass_on(self, atoms: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Pass the numbers of atoms on to the variables of a body that is called or returns."""
+        """Passes the numbers of atoms on to the variables of a body that is called or returns."""
         for atom, variable in zip(atoms, variables, strict=True):
             written = self._of(atom)
             self.forget([variable])
@@ -62,7 +62,7 @@ class Decisions:
                 self._written[variable] = written
 
     def keep_constant(self, variable: Any, value: Any) -> None:
-        """Keep the number of a constant."""
+        """Keeps the number of a constant."""
         if is_inexact(variable.aval) and not isinstance(value, Tracer):
             self._written[variable] = _constant(variable, value)
 

@@ -1,4 +1,4 @@
-"""Find casts to coarser dtypes, rounded constants and random numbers in a JAX program.
+"""Finds casts to coarser dtypes, rounded constants and random numbers in a JAX program.
 
 `torch_rounding.InFloat64` does the same for torch. Because the float64 run then ignores casts to
 float32 on both sides, even a fault far below float32's rounding is found.
@@ -78,7 +78,7 @@ def first_of(places: Iterable[str]) -> str:
 
 
 def collect_facts(closed: ClosedJaxpr, facts: ProgramFacts) -> None:
-    """Add the casts and random draws of a program, including its inner bodies, to `facts`."""
+    """Adds the casts and random draws of a program, including its inner bodies, to `facts`."""
     for equation, varies, place in equations_in(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
         name = equation.primitive.name
         if name == "convert_element_type" and varies:

@@ -1,4 +1,4 @@
-"""Run the JAX side of a problem, forward and backward."""
+"""Runs the JAX side of a problem, forward and backward."""
 
 import contextlib
 from collections import OrderedDict
@@ -34,6 +34,10 @@ from parity_tests.engine.results import (
 
 Leaves = dict[int, Any]
 """Some leaves of a tree, by their index."""
+QUICK = {"xla_backend_optimization_level": 0}
+"""XLA's option to compile a program without optimizing it, which takes about half the time."""
+MOST_QUICK = 2**22
+"""The number of weights and inputs above which a program runs long enough to be optimized."""
 
 
 class Arguments:
@@ -62,13 +66,15 @@ class Arguments:
         shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
         self.key = structure, len(self.differentiated), (*flags,), (*shapes,)
         """Equal for arguments for which the same program can run."""
+        self.size = sum(leaf.size for leaf in (self.differentiated | self.others).values())
+        """The number of all numbers."""
 
         def join(differentiated: Leaves, others: Leaves) -> tuple[Any, Any, Any]:
             all_leaves = {**constants, **others, **differentiated}
             return jax.tree.unflatten(structure, [all_leaves[i] for i in range(len(all_leaves))])
 
         self.join = join
-        """Makes weights, rest and inputs from `differentiated` and `others`."""
+        """Puts the differentiated leaves and the others back into the trees of the arguments."""
 
 
 class JaxSide:
@@ -133,7 +139,11 @@ class JaxSide:
                 facts = ProgramFacts()
                 forward = partial(self._forward, names, args.join, facts)
                 program = partial(self._forward_and_backward, forward, dtypes, facts)
-                self._programs[key] = jax.jit(program), facts
+                # The optimizer changes how a program rounds, which float64 need not show. The other
+                # dtypes are compiled as they are for users.
+                is_quick = dtype == "float64" and args.size <= MOST_QUICK
+                options = QUICK if is_quick and self._device.platform == "cpu" else None
+                self._programs[key] = jax.jit(program, compiler_options=options), facts
             program, self.facts[dtype] = self._programs[key]
             groups, gradient = jax.device_get(
                 program(noise, args.differentiated, args.others, drawn)
@@ -143,8 +153,9 @@ class JaxSide:
             return results
 
         # Give the gradients the oracle's names.
-        of_inputs = [gradient[i] for i in sorted(gradient) if i >= args.model_size]
-        results["input gradient"] = dict(zip(oracle["input gradient"], of_inputs, strict=True))
+        places = sorted(i for i in gradient if i >= args.model_size)
+        named_places = zip(oracle["input gradient"], places, strict=True)
+        results["input gradient"] = {name: gradient[i] for name, i in named_places}
         if problem.to_torch is not None:
             weights, rest, _ = args.join(gradient, args.others)
             by_key = problem.to_torch(weights, rest)
@@ -177,7 +188,7 @@ class JaxSide:
             return ArgumentFreeEvaluator(closed, wider_dtypes(set())).arrays()
 
     def compute_weights(self, problem: Problem) -> None:
-        """Run the part of the float64 forward pass that depends on weights but on no input."""
+        """Runs the part of the float64 forward pass that depends on weights but on no input."""
         with self._context("float64"):
             closed, _, args = self._trace_forward(problem, ProgramFacts())
             given = [

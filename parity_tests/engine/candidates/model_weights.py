@@ -44,7 +44,9 @@ def own_weights(model: Any) -> tuple[Arrays, list[str]]:
     """The weights of a JAX model, by path, and the paths of those that are trained."""
     foreign = foreign_model(model)
     if foreign is not None and foreign.weights is None:
-        raise TypeError("twin: it has no weights: give it with them, as (model, weights)")
+        raise TypeError(
+            "twin: expected a model with weights, got one without: give it as (model, weights)"
+        )
     model = model if foreign is None else HeldWeights(foreign)
     if not isinstance(model, nnx.Module):
         return {}, []
@@ -80,7 +82,7 @@ def in_evaluation_mode(weights: Any) -> Any:
 
 
 def checked_weights(weights: Any) -> Any:
-    """Check what a loader returns: an `nnx.Module`, or a tree with arrays."""
+    """Checks what a loader returns: an `nnx.Module`, or a tree with arrays."""
     if isinstance(weights, nnx.Module):
         return weights
 
@@ -123,6 +125,11 @@ def split(model: Any) -> tuple[Any, Any]:
 def merge(weights: Any, rest: Any) -> Any:
     """A new model from the parts that `split` returned."""
     return weights if rest is None else nnx.merge(rest[0], weights, rest[1], copy=True)
+
+
+def floating_leaves(tree: Any) -> list[Any]:
+    """The arrays of real or complex numbers in a tree."""
+    return [*filter(is_inexact, jax.tree.leaves(tree))]
 
 
 def model_in_dtype(model: Any, dtype: str) -> Any:

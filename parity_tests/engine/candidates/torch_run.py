@@ -1,4 +1,4 @@
-"""Copy a torch module in a dtype, and run it forward and backward."""
+"""Copies a torch module in a dtype, and runs it forward and backward."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Compare the arrays of a torch call with those of its counterpart.
+"""Compares the arrays of a torch call with those of its counterpart.
 
 The counterpart is one JAX call, or several, such as those of a cell that JAX calls at each step.
 """

@@ -1,4 +1,4 @@
-"""Compare the arrays of torch's calls with those of JAX."""
+"""Compares the arrays of torch's calls with those of JAX."""
 
 import itertools
 
@@ -140,7 +140,7 @@ class Evidence:
         return error <= self.reference.bound(call, slot, label, error, self.min_bound)
 
     def _compare(self, call: Call, slot: str) -> None:
-        """Compare the arrays in a slot of a call with those of its counterpart."""
+        """Compares the arrays in a slot of a call with those of its counterpart."""
         calls = self.pairs.get(call, [])
         if len({each.name for each in calls}) > 1:
             self._compare_parts(call, slot)
@@ -169,7 +169,7 @@ class Evidence:
         return corresponding_places(expected, calls, slot, agrees)
 
     def _compare_gradients(self, call: Call, slot: str, calls: list[Call]) -> None:
-        """Compare the gradients of the arrays that correspond."""
+        """Compares the gradients of the arrays that correspond."""
         # The gradient of an array includes those of its repetitions, if JAX repeats it as well.
         values_slot = VALUES_OF[slot]
         values, jax_values = call.slots[values_slot], joined(calls, values_slot)
@@ -207,7 +207,7 @@ class Evidence:
                 self._judge(call, slot, [label], found, np.zeros_like(values[label]))
 
     def _compare_parts(self, call: Call, slot: str) -> None:
-        """Look for a call's features in several JAX modules: ports may split a joint projection."""
+        """Looks for a call's features in several JAX modules: a port may split a projection."""
         for label, array in call.slots[slot].items() if slot != BACKWARD.outgoing else ():
             search = Search([WantedArray(array)])
             for part in (part for each in self.pairs[call] for part in each.slots[slot].values()):
@@ -236,7 +236,7 @@ class Evidence:
     def _judge(
         self, call: Call, slot: str, labels: list[str], actual: np.ndarray, expected: np.ndarray
     ) -> None:
-        """Set the state of the arrays under these labels."""
+        """Sets the state of the arrays under these labels."""
         found, bound = self._difference(call, slot, labels, actual, expected)
         if found is not None:
             self._set_state(call, slot, labels, found, bound)
@@ -249,7 +249,7 @@ class Evidence:
         self.states[call, slot] |= dict.fromkeys(labels, state)
 
     def _compare_weight_gradients(self) -> None:
-        """Compare the gradients of weights, which a call gives in addition to those of its inputs.
+        """Compares the gradients of weights, which a call gives in addition to those of its inputs.
 
         In float64, where rounding explains nothing, a gradient that departs also counts as
         departing in all enclosing calls.
@@ -273,7 +273,7 @@ class Evidence:
                     )
 
     def _search(self, wanted: dict[bytes, WantedArray]) -> None:
-        """Match each array whose state is still unknown if JAX computes it anywhere.
+        """Matches each array whose state is still unknown if JAX computes it anywhere.
 
         The output of a layer whose counterpart gives another array is matched in the same way, if
         the layer takes right arrays: JAX's module may include an activation that torch's does not.

@@ -1,4 +1,4 @@
-"""Find the submodule in which two sides first depart, and describe it for the report.
+"""Finds the submodule in which two sides first depart, and describes it for the report.
 
 Both sides run, and each call of a submodule is recorded. The calls are paired and compared. The
 culprit is the call that computes wrong arrays from right ones (`rule.py`).
@@ -31,7 +31,7 @@ from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Call, Trace
 def checked_names(
     names: Mapping[str, str], submodules: Collection[str] | None, model: Any
 ) -> Mapping[str, str]:
-    """Check that `names` pairs existing submodules, on each side whose submodules are known.
+    """Checks that `names` pairs existing submodules, on each side whose submodules are known.
 
     Raises:
         TypeError: `names` is not a mapping.
@@ -59,7 +59,7 @@ def find_departure(
     *,
     is_forward: bool = False,
 ) -> Location:
-    """Run the JAX side call by call, and compare its calls with those of the reference.
+    """Runs the JAX side call by call, and compares its calls with those of the reference.
 
     `names` gives the JAX paths of the reference's submodules that are not paired automatically. An
     error up to `bound` counts as agreement. With `is_forward`, only the forward pass is searched,

@@ -1,4 +1,4 @@
-"""Tell which gates of torch's LSTM or GRU depart. torch computes all of them in one operation."""
+"""Tells which gates of torch's LSTM or GRU depart. torch computes all of them in one operation."""
 
 import dataclasses
 import itertools

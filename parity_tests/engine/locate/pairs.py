@@ -1,4 +1,4 @@
-"""Pair the calls of JAX modules with the calls of torch modules."""
+"""Pairs the calls of JAX modules with the calls of torch modules."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -15,7 +15,7 @@ torch does so and JAX calls its module once, each torch call has its step of tha
 def pair_calls(
     reference: list[Call], jax_calls: list[Call], names: Mapping[str, str], bound: float
 ) -> Pairs:
-    """Pair the calls that `names` pairs, that hold the same weights, or that have the same name.
+    """Pairs the calls that `names` pairs, that hold the same weights, or that have the same name.
 
     The remaining calls inside two paired calls are paired if the last parts of their names are the
     same, or if only one remains on each side and both take the same numbers up to the bound.
@@ -43,7 +43,7 @@ class _Pairing:
         """The torch call of each paired JAX call."""
 
     def pair(self, reference: list[Call], jax_calls: list[Call]) -> None:
-        """Pair the calls in order if both sides have equally many, or one with all of the others.
+        """Pairs the calls in order if both sides have equally many, or one with all of the others.
 
         If JAX has more calls, those whose sizes do not fit are ignored if that makes the numbers
         equal.
@@ -68,7 +68,7 @@ class _Pairing:
         jax_key: Callable[[Call], Hashable] | None = None,
         fits: Callable[[list[Call], list[Call]], bool] = lambda calls, others: True,
     ) -> None:
-        """Pair the calls that have the same key; a call whose key is None is left out."""
+        """Pairs the calls that have the same key; a call whose key is None is left out."""
         others = self._groups(self.jax_calls, jax_key or key)
         for value, group in self._groups(self.reference, key).items():
             if fits(group, others.get(value, [])):
@@ -86,7 +86,7 @@ class _Pairing:
         return groups
 
     def pair_by_weights(self) -> None:
-        """Pair the calls that hold the same weights.
+        """Pairs the calls that hold the same weights.
 
         A module and its only submodule hold the same weights, too. Of such nested calls, those that
         are most alike are paired.

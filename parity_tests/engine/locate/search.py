@@ -1,4 +1,4 @@
-"""Find arrays of the torch side among all arrays that the JAX side computes, whatever their names.
+"""Finds arrays of the torch side among all arrays that the JAX side computes, whatever their names.
 
 This makes it possible to compare a JAX function without modules with the submodules of a torch
 module, and to compare submodules that have no counterpart.
@@ -66,7 +66,7 @@ class WatchingEvaluator(Evaluator):
 def watch_jax(
     problem: Problem, reference: ReferenceTrace, tell: Callable[..., None], *, is_forward: bool
 ) -> Trace:
-    """Run the JAX side, and pass each of its arrays to `tell`. Returns the calls of its modules."""
+    """Runs the JAX side, and passes its arrays to `tell`. Returns the calls of its modules."""
     results = reference.trace.results
     return trace_jax(
         problem,
@@ -108,7 +108,7 @@ class Search:
                 self._by_rows.setdefault(_row_count(each.array), []).append(each)
 
     def see(self, value: np.ndarray, *, is_summand: bool = False) -> None:
-        """Compare an array of JAX's with all wanted arrays."""
+        """Compares an array of JAX's with all wanted arrays."""
         candidates, rows = self._by_size.get(value.size, ()), _row_count(value)
         if not candidates and rows not in self._by_rows:
             return
@@ -128,7 +128,7 @@ class Search:
             self._features.setdefault(rows, []).append((value.shape[-1], _project_features(value)))
 
     def finish(self) -> None:
-        """Look feature by feature for arrays that were not found as a whole."""
+        """Looks feature by feature for arrays that were not found as a whole."""
         for rows, seen in self._features.items():
             numbers = np.concatenate([features for _, features in seen])
             widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])

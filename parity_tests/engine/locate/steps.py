@@ -1,4 +1,4 @@
-"""Divide a JAX call over a whole sequence into its steps, for torch modules that run step by step.
+"""Divides a JAX call over a whole sequence into its steps, for torch modules that run step by step.
 
 A loop over a `torch.nn.LSTMCell`, for example, corresponds to one call of an LSTM layer.
 """
@@ -68,7 +68,7 @@ def _stacks(expected: list[Arrays]) -> Iterator[np.ndarray]:
 
 
 def _join_repeated_outputs(steps: list[Call]) -> None:
-    """Leave out a last state that repeats the last output, and give its gradient to the output."""
+    """Removes a last state that repeats the last output, and gives its gradient to the output."""
     outputs, gradients = (steps[-1].slots[slot] for slot in (FORWARD.outgoing, BACKWARD.incoming))
     for label in steps[0].slots[FORWARD.outgoing]:
         repeated = [
@@ -84,7 +84,7 @@ def _join_repeated_outputs(steps: list[Call]) -> None:
 
 
 def _add_gradients_of_states(steps: list[Call], reference: Sequence[Call]) -> None:
-    """Add to each output's gradient what torch's next step gives back for it.
+    """Adds to each output's gradient what torch's next step gives back for it.
 
     In torch, the output is the state that the next step takes, so its gradient includes that of the
     state. The gradient of JAX's outputs does not.

@@ -1,4 +1,4 @@
-"""Compare the numbers of two arrays, whatever the order of their axes."""
+"""Compares the numbers of two arrays, whatever the order of their axes."""
 
 import dataclasses
 import hashlib

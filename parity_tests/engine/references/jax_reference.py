@@ -1,4 +1,4 @@
-"""Use a JAX model, which runs on the CPU, as the reference for another JAX model."""
+"""Uses a JAX model, which runs on the CPU, as the reference for another JAX model."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from parity_tests.engine.candidates.model_weights import ReferenceWeights, Weigh
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.problem import Arrays, Problem, is_flag, is_inexact
 from parity_tests.engine.progress import Say, silent
-from parity_tests.engine.references.reference import Reference, ResultKey, Run
+from parity_tests.engine.references.reference import Reference, ResultKey, Run, Runs
 from parity_tests.engine.results import Results, are_same, named_leaves, not_finite, only_floating
 from parity_tests.engine.traces.frameworks import nnx_modules, trace_jax
 from parity_tests.engine.traces.held_weights import find_held_weights
@@ -44,14 +44,11 @@ class JaxReference(Reference):
 
     def _as_port(self, problem: Problem) -> Problem:
         """A problem whose JAX side is the reference itself, so that `JaxSide` can run it."""
-        make_problem = partial(dataclasses.replace, problem)
         model, call, weights = self._model, problem.call_twin, self.weights
         if isinstance(model, nnx.Module) or foreign_model(model) is not None:
             table = [same(name, name) for name in weights.arrays]
-            ported = port(make_problem, weights, model, table, call)
-        else:
-            ported = port(make_problem, weights, partial(call, model), None)
-        return ported[0]
+            return port(problem, weights, model, table, call)[0]
+        return port(problem, weights, partial(call, model), None)[0]
 
     def _affects_result(self, problem: Problem, key: str) -> bool:
         own_problem, arrays = self._as_port(problem), self.weights.arrays
@@ -65,8 +62,9 @@ class JaxReference(Reference):
         return not are_same(before, after)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the model in float64."""
-        self._say = say
+        """Runs the model in float64."""
+        self.runs = Runs(self, say)
+        say("reference in float64")
         try:
             self._run_oracle(self._as_port(problem))
         except TypeError as error:
@@ -81,7 +79,6 @@ class JaxReference(Reference):
     def _run_oracle(self, problem: Problem) -> None:
         self.problem, self.notes = problem, []
         self._side = functools.cache(partial(JaxSide, problem))
-        self._say("reference in float64")
         shapes, found = self._side().shapes(problem)
         if any(only_floating(named) for named in shapes.values()):
             shapes["input gradient"] = {
@@ -116,7 +113,7 @@ class JaxReference(Reference):
         exact = {"dtype": "float64", "oracle": self.oracle, "cast_to": self.cast_to}
         return options, {**exact, "noise": run.seed or 0}
 
-    def _results(self, run: Run) -> Results:
+    def results(self, run: Run) -> Results:
         options, arguments = self._settings(run)
         return self._side(**options).run(self.problem, **arguments)
 
@@ -126,7 +123,7 @@ class JaxReference(Reference):
         problem = dataclasses.replace(self.problem, twin=twin)
         return self._side().run(problem, "float64", self.oracle.forward, self.cast_to)
 
-    def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
+    def trace(self, run: Run, *, is_forward: bool = False) -> Trace:
         options, arguments = self._settings(run)
         if is_forward:
             arguments["oracle"] = self.oracle.forward
@@ -135,7 +132,7 @@ class JaxReference(Reference):
             find_held_weights(self.problem, trace, self.weights.owners)
         return trace
 
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
+    def dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         return self._side().facts[dtype].dtypes
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Open the reference that a user gives."""
+"""Opens the reference that a user gives."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ ABOUT_ONNX = (
 
 @contextlib.contextmanager
 def open_reference(twin: Any) -> Iterator[Reference]:
-    """Open a torch module, a JAX model or the path of a record as the reference."""
+    """Opens a torch module, a JAX model or the path of a record as the reference."""
     is_path = isinstance(twin, str | os.PathLike)
     if is_path and not os.fspath(twin).endswith(".onnx"):
         yield RecordedReference(twin)

@@ -1,4 +1,4 @@
-"""Write and read arrays with JSON metadata in a safetensors file. Damaged files are refused."""
+"""Writes and reads arrays with JSON metadata in a safetensors file. Damaged files are refused."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
 """The keys of the file's metadata: the facts as JSON, and a checksum of facts and arrays."""
-SCHEMA = 3
+SCHEMA = 4
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
 """The dtypes that safetensors stores directly; arrays of other dtypes are stored as bytes."""
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file completely or not at all. `facts` must be values that JSON can hold.
+    """Writes a file completely or not at all. `facts` must be values that JSON can hold.
 
     Equal arrays are stored once.
     """

@@ -1,9 +1,8 @@
-"""Use a file that `record` wrote as the reference."""
+"""Uses a file that `record` wrote as the reference."""
 
-import math
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,10 +11,10 @@ import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
 from parity_tests.engine.logits import LogitsError, logits_array
-from parity_tests.engine.problem import Problem
+from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.record_file import read, unpack
-from parity_tests.engine.references.reference import Reference, RunErrors
+from parity_tests.engine.references.reference import Reference, RunErrors, Runs
 from parity_tests.engine.results import ErrorsByGroup, Results
 from parity_tests.engine.traces.recorded_trace import recorded_calls
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
@@ -35,7 +34,7 @@ class RecordedReference(Reference):
             self.why_no_calls = "the record has no activations, record it with them"
 
         # A weight that has several keys is stored once.
-        owners, keys_without_effect = facts["owners"], {*facts["idle"]}
+        owners, keys_without_effect = facts["owners"], {*facts["keys_without_effect"]}
         weights = {key: arrays[f"weights/{owners.get(key, key)}"] for key in facts["keys"]}
         self.twin = WeightsOnly(weights)
         self.weights = ReferenceWeights(
@@ -56,7 +55,7 @@ class RecordedReference(Reference):
         self.oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
         self.oracle.padding = facts["padding"]
 
-    def problem_maker(
+    def make_problem(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -64,32 +63,27 @@ class RecordedReference(Reference):
         seed: int | None = None,
         call_twin: Any = None,
         logits: str | bool = False,
-    ) -> partial[Problem]:
-        """Check a user's arguments: inputs, dtypes and seed other than the record's are refused."""
+    ) -> Problem:
+        """Checks a user's arguments: inputs, dtypes and seed must be those of the record."""
         recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
         dtypes = recorded if dtypes is None else dtypes
-        make_problem = super().problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
-        given = make_problem.keywords
-        if given["inputs"] and not are_same_inputs(given["inputs"], self._inputs):
+        given = super().make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
+        if given.inputs and not are_same_inputs(given.inputs, self._inputs):
             raise ValueError(f"inputs: expected those of {self._path}, or none, got others")
         if call_twin is not None:
             raise ValueError("call_twin: a record has the results of its own call, leave it out")
         if seed not in (None, own_seed):
             raise ValueError(f"seed: expected that of the record, {own_seed}, got {seed}")
-        if not {*given["dtypes"]} <= {*recorded}:
-            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given['dtypes']}")
-        return partial(make_problem, inputs=self._inputs, seed=own_seed)
+        if not {*given.dtypes} <= {*recorded}:
+            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given.dtypes}")
+        return dataclasses.replace(given, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Take the results from the record, which must have those that the problem asks for."""
+        """Takes the results from the record, which must have those that the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        # An older record has neither the names of its constants nor how far results depend on them.
-        self.constant_names = constants.get("names", ())
-        without_limit = {
-            group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()
-        }
-        self._moved = constants.get("moved", without_limit)
+        self.constant_names, self._moved = constants["names"], constants["moved"]
+        self.runs = RecordedRuns(self, self._facts, self._arrays)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -98,12 +92,24 @@ class RecordedReference(Reference):
             )
         return self
 
+    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
+        """How far the results move if all constants change by as much as their rounding."""
+        return self._moved if self.constant_count else {}
+
+
+class RecordedRuns(Runs):
+    """The runs that a record holds."""
+
+    def __init__(self, reference: Reference, facts: Mapping[str, Any], arrays: Arrays):
+        super().__init__(reference)
+        self._facts, self._arrays = facts, arrays
+
     def results_in(self, dtype: str) -> Results:
         """The results in float64. Those in other dtypes are not recorded, so there are none."""
-        return self.oracle if dtype == "float64" else Results()
+        return self._reference.oracle if dtype == "float64" else Results()
 
-    def _own_run(self, dtype: str) -> RunErrors:
-        run = self._facts["said"][dtype]
+    def _own(self, dtype: str) -> RunErrors:
+        run = self._facts["own_runs"][dtype]
         dtypes = {
             (group, name): np.dtype(each)
             for group, named in run["dtypes"].items()
@@ -115,17 +121,13 @@ class RecordedReference(Reference):
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
-    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+    def trace(
+        self, dtype: str, *, is_forward: bool = False, moves: Sequence[np.ndarray] = ()
+    ) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        calls, owners = self._facts["calls"], self.weights.owners
-        return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
-
-    def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
-        """How far the results move if all constants change by as much as their rounding.
-
-        An older record lacks these numbers, so infinity is assumed.
-        """
-        return self._moved if self.constant_count else {}
+        reference = self._reference
+        owners, calls = reference.weights.owners, self._facts["calls"]
+        return recorded_calls(calls, self._arrays, reference.oracle, owners, dtype)
 
 
 def are_same_inputs(given: Sequence[Any], recorded: Sequence[Any]) -> bool:

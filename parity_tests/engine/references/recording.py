@@ -1,4 +1,4 @@
-"""Write a reference to a file, for comparisons where torch is not installed."""
+"""Writes a reference to a file, for comparisons where torch is not installed."""
 
 import dataclasses
 import os
@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jax_models.ops.checks import checked_bool
-from parity_tests.engine.bounds.rounded_constants import is_rounded
+from parity_tests.engine.bounds.rounded_constants import is_rounded, moved_by_rounding
 from parity_tests.engine.candidates.model_weights import is_trivial
 from parity_tests.engine.logits import logits_array
-from parity_tests.engine.problem import Arrays, call_model
+from parity_tests.engine.problem import Arrays
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.record_file import pack, write
@@ -34,7 +34,7 @@ def record(
     logits: str | bool = False,
     activations: bool = True,
 ) -> None:
-    """Run the reference alone, and write a file for `compare(path, model)`.
+    """Runs the reference alone, and writes a file for `compare(path, model)`.
 
     The file contains the weights, the inputs, the results and gradients in float64, and the
     reference's own error in each dtype. It is written completely or not at all. A comparison with
@@ -66,8 +66,7 @@ def record(
             raise TypeError(
                 "twin: expected a torch module or a JAX model, got the path of a record"
             )
-        make_problem = reference.problem_maker(inputs, kwargs, dtypes, seed, call_twin, logits)
-        problem = make_problem(build=dict, call=call_model, to_torch=None)
+        problem = reference.make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
         arrays: list[np.ndarray] = []
         structure = pack(problem.inputs, arrays)
         reference.run(problem, say)
@@ -85,7 +84,8 @@ def record(
         facts["constants"] = [constants_as_facts(each) for each in (reference, with_buffers)]
         calls: Arrays = {}
         if activations:
-            traces = [reference.trace(dtype) for dtype in problem.dtypes]
+            moves = moves_by_rounding(reference)
+            traces = [reference.runs.trace(dtype, moves=moves) for dtype in problem.dtypes]
             facts["submodules"] = reference.submodules and [*reference.submodules]
             facts["calls"] = calls_as_facts(traces, calls)
 
@@ -116,15 +116,15 @@ def facts_of(reference: Reference) -> dict[str, Any]:
         "owners": weights.owners,
         "is_jax": weights.is_jax,
         "parameters": [*weights.parameters],
-        "idle": [*keys_without_effect(reference)],
+        "keys_without_effect": [*keys_without_effect(reference)],
         "names": {group: [*named] for group, named in oracle.items()},
         "without_gradient": sorted(oracle.without_gradient),
         "padding": {key: sorted(rows) for key, rows in oracle.padding.items()},
         "cast_to": reference.cast_to,
         "notes": reference.notes,
         "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "said": {dtype: errors_as_facts(reference.own_run(dtype)) for dtype in dtypes},
-        "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
+        "own_runs": {dtype: errors_as_facts(reference.runs.own(dtype)) for dtype in dtypes},
+        "scatter": {dtype: reference.runs.scatter(dtype) for dtype in dtypes},
     }
 
 
@@ -136,16 +136,18 @@ def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
     return {**dataclasses.asdict(errors), "dtypes": dtypes}
 
 
+def moves_by_rounding(reference: Reference) -> list[np.ndarray]:
+    """Relative changes of all rounded constants by as much as their rounding."""
+    return moved_by_rounding(map(is_rounded, reference.constants.values()))
+
+
 def constants_as_facts(reference: Reference) -> dict[str, Any]:
     """The number of rounded constants, their names, and how far the results depend on them."""
-    constants = reference.constants.values()
-    moved = reference.moved_results(
-        [np.zeros(value.shape) for value in constants],
-        [is_rounded(value) for value in constants],
-        reference.oracle,
-    )
-    names = reference.constant_names
-    return {"count": reference.constant_count, "names": names, "moved": moved}
+    return {
+        "count": reference.constant_count,
+        "names": reference.constant_names,
+        "moved": reference.moved_results(moves_by_rounding(reference), reference.oracle),
+    }
 
 
 def keys_without_effect(reference: Reference) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jax_models.ops.checks import checked_bool, checked_count, described
-from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import are_moved, names_of, rounded_count
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
@@ -69,8 +69,8 @@ class Run(NamedTuple):
 class Reference(abc.ABC):
     """A torch module, a record of one, or a JAX model, against which a JAX side is measured.
 
-    `open_reference` opens it, `problem_maker` checks the inputs, and `run` runs it in float64 once
-    the JAX side is known. All other runs are made when they are first needed.
+    `open_reference` opens it, `make_problem` checks the inputs, and `run` runs it in float64 once
+    the JAX side is known. `runs` has what is known from its other runs.
     """
 
     # Known as soon as the reference is open.
@@ -98,12 +98,10 @@ class Reference(abc.ABC):
     """Why nothing can be compared; empty if everything can."""
     notes: Sequence[str] = ()
     """Remarks on the limits of the comparison, for the report."""
-    _say: Say = staticmethod(silent)
-    _moves: Sequence[np.ndarray] = ()
-    """How far `with_constants` has moved each constant."""
-    _run_again: RunAgain | None = None
+    runs: Runs
+    run_again: RunAgain | None = None
 
-    def problem_maker(
+    def make_problem(
         self,
         inputs: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -111,11 +109,10 @@ class Reference(abc.ABC):
         seed: int | None = None,
         call_twin: Callable[..., Any] | None = None,
         logits: str | bool = False,
-    ) -> partial[Problem]:
-        """Check a user's arguments, and return a function that makes the problem.
+    ) -> Problem:
+        """Checks a user's arguments, and makes the problem, still without a JAX side.
 
-        The function takes the fields of the problem's JAX side. The reference chooses a value for
-        each argument that is None.
+        The reference chooses a value for each argument that is None.
         """
         check_functions({}, {"call_twin": call_twin})
         inputs = checked_arrays("inputs", inputs, flags=True)
@@ -125,8 +122,7 @@ class Reference(abc.ABC):
         if kwargs:
             inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
             call = with_kwargs(call)
-        return partial(
-            Problem,
+        return Problem(
             twin=self.twin,
             call_twin=call,
             inputs=inputs,
@@ -144,11 +140,19 @@ class Reference(abc.ABC):
 
     @abc.abstractmethod
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the problem in float64, and keep the results as the oracle."""
+        """Runs the problem in float64, and keeps the results as the oracle."""
 
-    def _results(self, run: Run) -> Results:
+    def results(self, run: Run) -> Results:
         """The results of a run."""
         raise NotImplementedError(f"{self.name} cannot run again")
+
+    def trace(self, run: Run, *, is_forward: bool = False) -> Trace:
+        """The calls of a run; with `is_forward`, those of the forward pass."""
+        raise NotImplementedError(f"{self.name} cannot run again")
+
+    def dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
+        """The dtypes of the results of a run in a dtype, with the reference's own casts."""
+        raise NotImplementedError(f"{self.name} has no results in {dtype}")
 
     def forward_with(self, weights: Arrays) -> Results:
         """The float64 results of the forward pass if other weights replace some of its own.
@@ -156,85 +160,6 @@ class Reference(abc.ABC):
         Empty if the reference cannot run again, as a record cannot.
         """
         return Results()
-
-    def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
-        """The calls of a run; with `is_forward`, those of the forward pass."""
-        raise NotImplementedError(f"{self.name} cannot run again")
-
-    @functools.cached_property
-    def own_run(self) -> Callable[[str], RunErrors]:
-        """A cached function that gives the errors of the reference's own run in a dtype."""
-        return functools.cache(self._own_run)
-
-    def results_in(self, dtype: str) -> Results:
-        """The results of the reference's own run in a dtype."""
-        return self.oracle if dtype == "float64" else self._results(Run(dtype))
-
-    def _own_run(self, dtype: str) -> RunErrors:
-        side, oracle = self.sides[0], self.oracle
-        self._say(f"{side} in {dtype}")
-        results = self.results_in(dtype)
-        error = None
-        if self.problem.logits:
-            group, name = logits_array(self.problem.logits, oracle)
-            error = logits_error(results[group][name], oracle[group][name])
-        return RunErrors(
-            errors_of(results, oracle),
-            self._dtypes_in(dtype, results),
-            not_finite(results, f"{dtype} {side}", oracle),
-            error,
-        )
-
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
-        """The dtypes of these results, with the reference's own casts."""
-        raise NotImplementedError(f"{self.name} has no results in {dtype}")
-
-    @functools.cached_property
-    def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
-        """A function that gives the errors of float64 runs that are rounded to a dtype at random.
-
-        Each run is made only once.
-        """
-        runs = functools.cache(lambda dtype: replayable(self._rounded(dtype)))
-        return lambda dtype: runs(dtype)()
-
-    def scatter(self, dtype: str) -> ErrorsByGroup:
-        """The largest error of each result in the runs with random rounding to a dtype."""
-        return largest_by_group(self.rounded(dtype))
-
-    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]:
-        self._say(f"{self.sides[0]}, rounded to {dtype} at random")
-        runs = (self._results(Run(dtype, seed)) for seed in range(ROUNDED_RUNS))
-        yield from (errors_of(results, self.oracle) for results in runs)
-
-    @functools.cached_property
-    def _exact_trace(self) -> Callable[..., Trace]:
-        """The traced run in float64, which all dtypes share."""
-        return functools.cache(partial(self._trace, Run()))
-
-    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
-
-        With `is_forward`, gradients are not needed.
-        """
-        self._say(f"{self.sides[0]} in float64, call by call")
-        exact = self._exact_trace(is_forward=is_forward)
-        trace = partial(self._trace, is_forward=is_forward)
-        rounded = [Run(dtype, seed) for seed in range(ROUNDED_RUNS)]
-        # Move the constants twice as far as to JAX's digits, so that these are within the bound.
-        moved = [Run(moves=[2 * move for move in self._moves])] if self._moves else []
-        rounded_errors, moved_errors = (
-            replayable(errors_at(trace(run), exact) for run in runs) for runs in (rounded, moved)
-        )
-        return ReferenceTrace(
-            dtype,
-            exact,
-            self.weights.owners,
-            functools.cache(lambda: own_run(trace(Run(dtype)), exact)),
-            rounded_errors,
-            moved_errors,
-            self._run_again,
-        )
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
@@ -253,8 +178,7 @@ class Reference(abc.ABC):
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results if each constant is scaled by 1 + its move."""
-        self._moves = moves
-        return self._results(Run(moves=moves))
+        return self.results(Run(moves=moves))
 
     def with_other_arguments(self) -> Iterable[tuple[str, Results]]:
         """The float64 results with other arguments of the functions, and which arguments they are.
@@ -263,18 +187,83 @@ class Reference(abc.ABC):
         """
         return ()
 
-    def moved_results(
-        self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
-    ) -> ErrorsByGroup:
-        """How far the results depend on the constants whose float64 digits are unknown.
+    def moved_results(self, moves: Sequence[np.ndarray], expected: Results) -> ErrorsByGroup:
+        """How far the results move from the expected ones if the constants change by these moves.
 
-        Args:
-            moves: the relative perturbation that gives each constant its float64 digits.
-            unknown: the numbers of each constant whose float64 digits are unknown, as a mask.
-            expected: the results with these moves.
-
+        No result moves if no constant does.
         """
-        if not any(each.any() for each in unknown):
-            return {}
-        both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]
-        return errors_of(self.with_constants(both), expected)
+        return errors_of(self.with_constants(moves), expected) if are_moved(moves) else {}
+
+
+class Runs:
+    """The runs of a reference other than its float64 run, each made when it is first needed."""
+
+    def __init__(self, reference: Reference, say: Say = silent):
+        self._reference, self._say = reference, say
+        self.own = functools.cache(self._own)
+        """The errors of the reference's own run in a dtype."""
+        self._rounded_runs = functools.cache(lambda dtype: replayable(self._rounded(dtype)))
+        self._exact_trace = functools.cache(partial(reference.trace, Run()))
+
+    def results_in(self, dtype: str) -> Results:
+        """The results of the reference's own run in a dtype."""
+        reference = self._reference
+        return reference.oracle if dtype == "float64" else reference.results(Run(dtype))
+
+    def _own(self, dtype: str) -> RunErrors:
+        reference = self._reference
+        side, oracle, logits = reference.sides[0], reference.oracle, reference.problem.logits
+        self._say(f"{side} in {dtype}")
+        results = self.results_in(dtype)
+        error = None
+        if logits:
+            group, name = logits_array(logits, oracle)
+            error = logits_error(results[group][name], oracle[group][name])
+        return RunErrors(
+            errors_of(results, oracle),
+            reference.dtypes_in(dtype, results),
+            not_finite(results, f"{dtype} {side}", oracle),
+            error,
+        )
+
+    def rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
+        """The errors of float64 runs whose operations are rounded to a dtype at random."""
+        return self._rounded_runs(dtype)()
+
+    def scatter(self, dtype: str) -> ErrorsByGroup:
+        """The largest error of each result in the runs with random rounding to a dtype."""
+        return largest_by_group(self.rounded(dtype))
+
+    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]:
+        self._say(f"{self._reference.sides[0]}, rounded to {dtype} at random")
+        for seed in range(ROUNDED_RUNS):
+            yield errors_of(self._reference.results(Run(dtype, seed)), self._reference.oracle)
+
+    def trace(
+        self, dtype: str, *, is_forward: bool = False, moves: Sequence[np.ndarray] = ()
+    ) -> ReferenceTrace:
+        """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
+
+        With `is_forward`, gradients are not needed. `moves` are the relative changes of the
+        constants whose effects are within the bounds of float64; by default, there are none.
+        """
+        reference = self._reference
+        self._say(f"{reference.sides[0]} in float64, call by call")
+        exact = self._exact_trace(is_forward=is_forward)
+        trace = partial(reference.trace, is_forward=is_forward)
+        rounded = [Run(dtype, seed) for seed in range(ROUNDED_RUNS)]
+        # JAX's digits move the arrays as far as `moves` does, up to rounding. Twice that distance
+        # is a bound with some room.
+        moved = [Run(moves=[2 * move for move in moves])] if are_moved(moves) else []
+        rounded_errors, moved_errors = (
+            replayable(errors_at(trace(run), exact) for run in runs) for runs in (rounded, moved)
+        )
+        return ReferenceTrace(
+            dtype,
+            exact,
+            reference.weights.owners,
+            functools.cache(lambda: own_run(trace(Run(dtype)), exact)),
+            rounded_errors,
+            moved_errors,
+            reference.run_again,
+        )

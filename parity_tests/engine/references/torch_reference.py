@@ -1,4 +1,4 @@
-"""Use a torch module as the reference."""
+"""Uses a torch module as the reference."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from parity_tests.engine.candidates.torch_run import (
 )
 from parity_tests.engine.problem import Arrays, Problem, state_dict_arrays
 from parity_tests.engine.progress import Say, silent
-from parity_tests.engine.references.reference import Reference, ResultKey, Run
+from parity_tests.engine.references.reference import Reference, ResultKey, Run, Runs
 from parity_tests.engine.results import GROUPS, Results, are_same, not_finite
 from parity_tests.engine.traces.torch_trace import run_again, trace_torch
 from parity_tests.engine.traces.trace import Trace
@@ -43,9 +43,9 @@ class TorchReference(Reference):
         self.submodules = [name for name, _ in twin.named_modules()]
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Run the problem's torch side in float64."""
-        self.problem, self._say = problem, say
-        self._run_again = partial(run_again, problem)
+        """Runs the problem's torch side in float64."""
+        self.problem, self.runs = problem, Runs(self, say)
+        self.run_again = partial(run_again, problem)
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
@@ -71,7 +71,7 @@ class TorchReference(Reference):
             "same random numbers"
         ]
 
-    def _results(self, run: Run, prepare: Prepare = lambda twin: None) -> Results:
+    def results(self, run: Run, prepare: Prepare = lambda twin: None) -> Results:
         def move_and_prepare(twin: torch.nn.Module) -> None:
             moves = dict(zip(self.constants, run.moves, strict=True)) if run.moves else {}
             with torch.no_grad():
@@ -103,13 +103,13 @@ class TorchReference(Reference):
 
         return forward(self.problem, replace)
 
-    def _trace(self, run: Run, *, is_forward: bool = False) -> Trace:
-        return trace_torch(self.problem, partial(self._results, run), is_forward=is_forward)
+    def trace(self, run: Run, *, is_forward: bool = False) -> Trace:
+        return trace_torch(self.problem, partial(self.results, run), is_forward=is_forward)
 
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
+    def dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         if dtype == "float64" and self.cast_to:
             try:  # with its own casts
-                results = self._results(Run(dtype))
+                results = self.results(Run(dtype))
             except RuntimeError:  # float64 arrays may meet arrays that the module casts
                 return {}
         named = ((group, results.get(group, {})) for group in GROUPS[:2])

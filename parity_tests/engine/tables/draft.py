@@ -1,4 +1,4 @@
-"""Draft a weight table, for a person to read and complete."""
+"""Drafts a weight table, for a person to read and complete."""
 
 import contextlib
 import dataclasses
@@ -76,7 +76,7 @@ class Draft:
 
 
 def draft_table(twin: torch.nn.Module, model: Any) -> str:
-    """Draft the code of a weight table for a torch module and its port, to read and complete.
+    """Drafts the code of a weight table for a torch module and its port, to read and complete.
 
         >>> print(draft_table(torch.nn.Linear(3, 2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))))
         from jax_models.weights import linear

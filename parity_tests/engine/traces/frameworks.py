@@ -1,4 +1,4 @@
-"""Run a JAX side and record the calls of its modules, whatever their framework.
+"""Runs a JAX side and records the calls of its modules, whatever their framework.
 
 No framework is imported here, because no module can belong to one that has not been imported.
 """
@@ -47,7 +47,7 @@ class Recorder:
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """Call a method, record the call, and return the method's result.
+        """Calls a method, records the call, and returns the method's result.
 
         If a module calls its own methods, these are part of the same call.
         """
@@ -76,7 +76,7 @@ class Recorder:
         return self.trace.open_calls[-1].name if self.trace.open_calls else ""
 
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
-        """Name a module and its submodules, except those that already have a name."""
+        """Names a module and its submodules, except those that already have a name."""
         for path, module in modules:
             self._named.setdefault(id(module), (join(prefix, path) if path else prefix, module))
 

@@ -1,4 +1,4 @@
-"""Find out, by their numbers, which of the reference's weights each JAX module holds."""
+"""Finds out, by their numbers, which of the reference's weights each JAX module holds."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Keys = frozenset[str]
 
 
 def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
-    """Set the `weights` of each call in JAX's trace: the reference's weights that its module holds.
+    """Sets the `weights` of each call in JAX's trace to those that its module holds.
 
     For this purpose, JAX runs again with each weight filled with a different number, which
     identifies it. The weights of a model that keeps its own are identified by their own numbers.

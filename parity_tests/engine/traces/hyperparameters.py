@@ -1,4 +1,4 @@
-"""Collect the hyperparameters of layers, and compare those of two layers."""
+"""Collects the hyperparameters of layers, and compares those of two layers."""
 
 import math
 from collections.abc import Iterator, Mapping

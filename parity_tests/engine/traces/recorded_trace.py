@@ -1,4 +1,4 @@
-"""Convert the calls of a reference to arrays and JSON, and back."""
+"""Converts the calls of a reference to arrays and JSON, and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
         ],
         "dtypes": {
             each.dtype: [
-                [sorted(of_call[slot]) for slot in SLOTS] for of_call in each.own_run().dtypes
+                [sorted(by_slot[slot]) for slot in SLOTS] for by_slot in each.own_run().dtypes
             ]
             for each in references
         },
@@ -66,11 +66,15 @@ def recorded_calls(
     trace = Trace(results=oracle)
     for i, each in enumerate(facts["calls"]):
         parent = None if each["parent"] is None else trace.calls[each["parent"]]
-        hyperparameters = each.get("hyperparameters", {})  # an older record lacks both
         call = Call(
-            each["name"], each["kind"], i, parent, frozenset(each["weights"]), hyperparameters
+            each["name"],
+            each["kind"],
+            i,
+            parent,
+            frozenset(each["weights"]),
+            each["hyperparameters"],
+            differentiated={*map(tuple, each["differentiated"])},
         )
-        call.differentiated = {*map(tuple, each.get("differentiated", ()))}
         for slot, labels in zip(SLOTS, each["labels"], strict=True):
             call.slots[slot] = {label: arrays[_array_name(i, slot, label)] for label in labels}
         trace.calls.append(call)
@@ -81,8 +85,8 @@ def recorded_calls(
         for errors in arrays[f"rounding/{dtype}"]
     )
     dtypes = [
-        {slot: {*found} for slot, found in zip(SLOTS, of_call, strict=True)}
-        for of_call in facts["dtypes"][dtype]
+        {slot: {*found} for slot, found in zip(SLOTS, by_slot, strict=True)}
+        for by_slot in facts["dtypes"][dtype]
     ]
     return ReferenceTrace(
         dtype, trace, owners, lambda: OwnRun(own, dtypes), lambda: [rounded], lambda: [moved]

@@ -1,4 +1,4 @@
-"""Record the values of JAX arrays and of their gradients, under any transformation."""
+"""Records the values of JAX arrays and of their gradients, under any transformation."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ def tapped(trace: Trace) -> Iterator[None]:
 
 
 def tap(name: str, x: Any) -> Any:
-    """Name a value in a JAX function after the torch submodule that returns the same value.
+    """Names a value in a JAX function after the torch submodule that returns the same value.
 
     `x = tap("layers.0.mlp", mlp(x))` lets `compare(…, locate=True)` compare `x` with the output of
     the torch submodule `layers.0.mlp`. Outside of such a comparison, `tap` only returns `x`.

@@ -1,4 +1,4 @@
-"""Run a torch module and record each call of its submodules, or run a single call again."""
+"""Runs a torch module and records each call of its submodules, or runs a single call again."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ def trace_torch(
 
 
 def add_hooks(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
-    """Register hooks that record the inputs, outputs and gradients of each call of a submodule.
+    """Registers hooks that record the inputs, outputs and gradients of each call of a submodule.
 
     Each floating tensor is copied at each call, so that its gradient comes from this call alone.
     """
@@ -88,7 +88,7 @@ def run_again(
     direction: Direction,
     replacements: Sequence[Arrays],
 ) -> list[Arrays]:
-    """Run the call at this index again in float64, once for each of the replacements.
+    """Runs the call at this index again in float64, once for each of the replacements.
 
     Its arrays replace the inputs or, backward, the output gradients that have their labels. Returns
     the outputs or the input gradients of each run.
@@ -117,7 +117,7 @@ def _run_with(
     direction: Direction,
     others: Mapping[str, torch.Tensor],
 ) -> Arrays:
-    """Run a module with other arrays in place of those that it takes under some labels."""
+    """Runs a module with other arrays in place of those that it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}

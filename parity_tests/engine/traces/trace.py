@@ -95,7 +95,7 @@ class Trace:
         return self.calls[0]
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
-        """Begin a call inside the innermost call that has not returned."""
+        """Begins a call inside the innermost call that has not returned."""
         parent = self.open_calls[-1] if self.open_calls else None
         call = Call(name, kind, len(self.calls), parent, **fields)
         self.calls.append(call)
@@ -117,12 +117,12 @@ class Trace:
         self.open_calls.remove(call)
 
     def keep(self, call: Call, slot: str, label: str, value: Any) -> None:
-        """Keep a value; a later value under the same label replaces it."""
+        """Keeps a value; a later value under the same label replaces it."""
         is_kept = not self.is_forward or slot in ("inputs", "outputs")
         call.slots[slot][label] = np.array(value if is_kept else ())
 
     def finish(self, problem: Problem, results: Results) -> "Trace":
-        """Keep the results, and assign each weight's gradient to a call."""
+        """Keeps the results, and assigns each weight's gradient to a call."""
         # The call of the whole run gets the problem's inputs and the results.
         self.results = results
         self.root.slots["inputs"] = {

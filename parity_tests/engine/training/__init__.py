@@ -1,1 +1,1 @@
-"""Compare training: both sides take the same optimizer steps."""
+"""Compares training: both sides take the same optimizer steps."""

@@ -1,4 +1,4 @@
-"""Train a torch module and its JAX port side by side, and find the step at which they differ."""
+"""Trains a torch module and its JAX port side by side, and finds the step at which they differ."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +26,6 @@ from parity_tests.engine.problem import (
     checked_dtypes,
 )
 from parity_tests.engine.references.torch_reference import TorchReference
-from parity_tests.engine.training.dropout import MasksDifferError
 from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.side_by_side import train_side_by_side, x64
 from parity_tests.engine.training.torch_training import TorchTraining
@@ -45,21 +44,19 @@ def compare_training(
     optimizer_twin: Callable[[torch.nn.Module], torch.optim.Optimizer],
     scheduler_twin: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_twin: Callable[[Iterable[torch.nn.Parameter]], Any] | None = None,
-    average: Callable[[Any, Any, Any], Any] | None = None,
-    average_twin: Callable[[torch.nn.Module], Any] | None = None,
     accumulate: int = 1,
     training: bool = False,
     weights: Any = None,
     dtypes: Iterable[str] = ("float64", "float32"),
 ) -> TrainingReport:
-    """Train both sides from the same weights on the same batches, and compare them at each step.
+    """Trains both sides from the same weights on the same batches, and compares them at each step.
 
     The oracle is torch's training in float64. In float64, JAX may err by at most 1e-12. In other
     dtypes it may err by 4 times as much as torch at that step, or by as much as the conditioning of
     the training explains (`docs/design/bounds.md`): Adam, for example, enlarges gradients that
-    consist of rounding errors alone. The verdict depends on the loss, the weights, the running
-    statistics and the averaged weights. Gradients and the optimizer's moments are shown for the
-    first step that differs. JAX runs float32 and bfloat16 with x64 off.
+    consist of rounding errors alone. The verdict depends on the loss, the weights and the running
+    statistics. Gradients and the optimizer's moments are shown for the first step that differs. JAX
+    runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.
@@ -78,14 +75,10 @@ def compare_training(
         optimizer_twin: makes torch's optimizer for a copy of the twin.
         scheduler_twin: makes the scheduler of torch's optimizer, which steps after the optimizer.
         clip_twin: clips torch's gradients before each step.
-        average: `average(weights, mean, count)` returns the new mean of the weights after a step.
-            At the first step, `count` is 0 and `mean` is the initial weights.
-        average_twin: makes torch's averaged model from a copy of the twin, such as a
-            `torch.optim.swa_utils.AveragedModel`.
         accumulate: the number of batches over which torch averages the gradient before each step.
-        training: whether to run both sides in training mode: norms use the statistics of the batch,
-            and the n-th dropout mask that torch draws in a step is also the n-th in JAX. By default
-            both sides run in evaluation mode.
+        training: whether to run both sides in training mode, in which norms use the statistics of
+            the batch. Set the rates of dropout to zero, because the two sides would draw different
+            masks. By default both sides run in evaluation mode.
         weights: as in `compare`.
         dtypes: the dtypes to train in.
 
@@ -108,15 +101,8 @@ def compare_training(
         )
     check_functions(
         {"loss": loss, "loss_twin": loss_twin, "optimizer_twin": optimizer_twin},
-        {
-            "scheduler_twin": scheduler_twin,
-            "clip_twin": clip_twin,
-            "average": average,
-            "average_twin": average_twin,
-        },
+        {"scheduler_twin": scheduler_twin, "clip_twin": clip_twin},
     )
-    if (average is None) != (average_twin is None):
-        raise ValueError("average: expected both `average` and `average_twin`, or neither")
 
     checked_module = checked_twin(twin)
     with x64(True), jax.default_matmul_precision("highest"):
@@ -134,11 +120,9 @@ def compare_training(
 
         # Find which weights correspond, and build JAX's training in each dtype. The loss of the
         # first batch shows whether the result depends on a weight that the loader does not read.
-        make_problem = partial(
-            Problem, twin=checked_module, call_twin=loss_twin, inputs=tuple(batches[:1])
-        )
+        problem = Problem(checked_module, call_twin=loss_twin, inputs=tuple(batches[:1]))
         problem, faults, _ = port(
-            make_problem, replace(reference, affects_result=affects_result), model, weights
+            problem, replace(reference, affects_result=affects_result), model, weights
         )
         names, build = correspondence(problem, reference, weights, training)
         sides = {}
@@ -150,7 +134,6 @@ def compare_training(
                     names,
                     loss=loss,
                     optimizer=optimizer,
-                    average=average,
                     accumulate=accumulate,
                 )
 
@@ -162,16 +145,10 @@ def compare_training(
             optimizer_twin=optimizer_twin,
             scheduler_twin=scheduler_twin,
             clip_twin=clip_twin,
-            average_twin=average_twin,
             accumulate=accumulate,
             training=training,
         )
-
-        # If the dropout masks of the two sides differ, their trainings cannot be compared.
-        try:
-            report = train_side_by_side(names, sides, make_torch_training, batches)
-        except MasksDifferError as error:
-            report = TrainingReport({}, {}, (str(error),))
+        report = train_side_by_side(names, sides, make_torch_training, batches)
     notes = [f"not compared: {key}" for key in unread_statistics]
     return replace(report, faults=(*faults, *report.faults), notes=(*notes, *report.notes))
 

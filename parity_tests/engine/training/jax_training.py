@@ -18,9 +18,8 @@ from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.evaluator import with_dtypes
 from parity_tests.engine.candidates.jax_program import ProgramFacts, wider_dtypes
 from parity_tests.engine.problem import Arrays, arrays, in_dtype
-from parity_tests.engine.training.dropout import jax_masks
 from parity_tests.engine.training.torch_training import MOMENTS, checked_loss
-from parity_tests.engine.training.weight_names import Names, as_averages
+from parity_tests.engine.training.weight_names import Names
 
 
 class JaxTraining:
@@ -34,28 +33,24 @@ class JaxTraining:
         *,
         loss: Callable[..., Any],
         optimizer: Any,
-        average: Callable[..., Any] | None,
         accumulate: int,
     ):
-        # Split the weights, and initialize the optimizer and the average.
+        # Split the weights, and initialize the optimizer.
         self._dtype, self._names, self._accumulate = dtype, names, accumulate
         self._parts = parts = SplitWeights(built, dtype, names.trained)
         self._params, self._statistics = parts.params, parts.statistics
         optimizer = make_optimizer(optimizer)
         self._state = optimizer.init(self._params)
         self._gradient = jax.tree.map(jnp.zeros_like, self._params)
-        self._average = None if average is None else jax.jit(average)
-        self._mean = None if average is None else self._params
         self._count = 0
         self.loss = np.zeros(())
         self.returns_statistics = isinstance(built, nnx.Module)
         """Whether the loss updates or returns statistics; for a function, known after a batch."""
 
         # A user's loss takes the whole model, but only its parameters are differentiated.
-        def loss_of(params, statistics, batch, masks):
+        def loss_of(params, statistics, batch):
             weights = parts.merge(params, statistics)
-            with jax_masks(masks):
-                value, new = loss(weights, batch), None
+            value, new = loss(weights, batch), None
             if not isinstance(weights, nnx.Module) and type(value) is tuple and len(value) == 2:
                 value, new = value
                 self.returns_statistics = True
@@ -71,30 +66,26 @@ class JaxTraining:
         # The optimizer sees each batch, because `optax.MultiSteps` accumulates; the mean gradient
         # is kept only to compare it.
         @jax.jit
-        def train_step(params, statistics, state, gradient, batch, masks):
-            (value, statistics), new = loss_and_gradient(params, statistics, batch, masks)
+        def train_step(params, statistics, state, gradient, batch):
+            (value, statistics), new = loss_and_gradient(params, statistics, batch)
             updates, state = optimizer.update(new, state, params)
             gradient = jax.tree.map(lambda total, g: total + g / accumulate, gradient, new)
             return optax.apply_updates(params, updates), statistics, state, gradient, value
 
         self._train_step = train_step
 
-    def train_on(self, batch: Any, masks: list[np.ndarray]) -> None:
-        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
+    def train_on(self, batch: Any) -> None:
+        """Adds the gradient of a batch, and takes a step after every `accumulate` batches."""
         if self._count % self._accumulate == 0:
             self._gradient = jax.tree.map(jnp.zeros_like, self._gradient)
         trained = self._params, self._statistics, self._state, self._gradient
-        *trained, value = self._train_step(*trained, arrays(batch, self._dtype), masks)
+        *trained, value = self._train_step(*trained, arrays(batch, self._dtype))
         self._params, self._statistics, self._state, self._gradient = trained
         self._count, self.loss = self._count + 1, np.asarray(value)
-        steps, batches_left = divmod(self._count, self._accumulate)
-        if self._average is not None and not batches_left:
-            self._mean = self._average(self._params, self._mean, jnp.asarray(steps - 1))
 
     def compared(self) -> Arrays:
-        """The loss, the weights, the statistics and the averaged weights, by name."""
-        found = {"the loss": self.loss, **self._named(self._params)}
-        return found if self._mean is None else found | as_averages(self._named(self._mean))
+        """The loss, the weights and the statistics, by name."""
+        return {"the loss": self.loss, **self._named(self._params)}
 
     def gradients(self) -> Arrays:
         """The mean gradient of the last step, by name.
@@ -121,7 +112,7 @@ class JaxTraining:
         return found
 
     def _named(self, params: Any) -> Arrays:
-        return self._names.of_jax(self._parts.merge(params, self._statistics))
+        return self._names.jax_arrays(self._parts.merge(params, self._statistics))
 
 
 class SplitWeights:

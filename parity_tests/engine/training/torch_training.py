@@ -20,8 +20,7 @@ from parity_tests.engine.problem import (
     is_inexact,
     state_dict_arrays,
 )
-from parity_tests.engine.training.dropout import TorchMasks
-from parity_tests.engine.training.weight_names import Names, as_averages, select
+from parity_tests.engine.training.weight_names import Names, select
 
 MOMENTS = {
     "exp_avg": "mu",
@@ -50,7 +49,6 @@ class TorchTraining:
     optimizer_twin: Callable[..., Any]
     scheduler_twin: Callable[..., Any] | None
     clip_twin: Callable[..., Any] | None
-    average_twin: Callable[..., Any] | None
     accumulate: int
     training: bool
 
@@ -64,29 +62,20 @@ class TorchTraining:
         optim = torch.optim
         optimizer = self.optimizer_twin(self.twin)
         self._optimizer = checked_result("optimizer_twin", optimizer, optim.Optimizer)
-        self._scheduler = self._average = None
+        self._scheduler = None
         if self.scheduler_twin is not None:
             scheduler, kind = self.scheduler_twin(optimizer), optim.lr_scheduler.LRScheduler
             self._scheduler = checked_result("scheduler_twin", scheduler, kind)
-        if self.average_twin is not None:
-            self._average = self.average_twin(self.twin)
-            if not hasattr(self._average, "update_parameters"):
-                raise TypeError(
-                    "average_twin: expected it to return an AveragedModel, got "
-                    f"{described(self._average)}"
-                )
         self.count = 0
         """The number of batches so far."""
-        self.masks: list[np.ndarray] = []
-        """The dropout masks of the last batch."""
         self.loss = np.zeros(())
         self._gradients: Arrays = {}
 
     def train_on(self, batch: Any) -> None:
-        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
+        """Adds the gradient of a batch, and takes a step after every `accumulate` batches."""
         self.count += 1
         inputs = tensors(batch, self.dtype)
-        with self.arithmetic or contextlib.nullcontext(), TorchMasks(self.count) as drawn:
+        with self.arithmetic or contextlib.nullcontext():
             value = self.loss_twin(self.twin, in_float64(inputs) if self.arithmetic else inputs)
             checked_loss("loss_twin", value, torch.Tensor)
             if not value.requires_grad:
@@ -99,7 +88,7 @@ class TorchTraining:
             }
             if self.count % self.accumulate == 0:
                 self._step()
-        self.loss, self.masks = in_float64_array(value), drawn.masks
+        self.loss = in_float64_array(value)
 
     def _step(self) -> None:
         if self.clip_twin is not None:
@@ -109,8 +98,6 @@ class TorchTraining:
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
-        if self._average is not None:
-            self._average.update_parameters(self.twin)
 
     @contextlib.contextmanager
     def _rounded_rates(self) -> Iterator[None]:
@@ -138,15 +125,11 @@ class TorchTraining:
 
     def weights(self) -> Arrays:
         """The weights and the statistics, by name."""
-        return self.names.of_torch(state_in_float64(self.twin))
+        return self.names.torch_arrays(state_in_float64(self.twin))
 
     def compared(self) -> Arrays:
-        """The loss, the weights, the statistics and the averaged weights, by name."""
-        found = {"the loss": self.loss, **self.weights()}
-        if self._average is None:
-            return found
-        mean = state_in_float64(getattr(self._average, "module", self._average))
-        return found | as_averages(select(self.names.of_torch(mean), self.names.trained))
+        """The loss, the weights and the statistics, by name."""
+        return {"the loss": self.loss, **self.weights()}
 
     def gradients(self) -> Arrays:
         """The gradients of the current step, accumulated so far and not clipped, by name."""
@@ -169,9 +152,9 @@ class TorchTraining:
         weights = state_in_float64(self.twin)
         zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
         ones = {key: np.ones(array.shape) for key, array in by_key.items()}
-        covered = self.names.of_torch(zeros | ones)
+        covered = self.names.torch_arrays(zeros | ones)
         whole = {name for name, array in covered.items() if array.all()}
-        return select(self.names.of_torch(zeros | by_key), whole & self.names.unsummed)
+        return select(self.names.torch_arrays(zeros | by_key), whole & self.names.unsummed)
 
 
 def state_in_float64(module: torch.nn.Module) -> Arrays:
@@ -192,7 +175,7 @@ def checked_result(name: str, value: Any, kind: type) -> Any:
 
 
 def checked_loss(name: str, value: Any, kind: type) -> None:
-    """Check that a loss is a real scalar of its framework."""
+    """Checks that a loss is a real scalar of its framework."""
     if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
         raise TypeError(
             f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "

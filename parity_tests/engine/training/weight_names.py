@@ -1,4 +1,4 @@
-"""Give the weights of torch and JAX the same names, to compare two trainings."""
+"""Gives the weights of torch and JAX the same names, to compare two trainings."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class TableNames:
         self.unsummed = {key for row in table if row.exact and row.separate for key in row.keys}
         """The keys of weights whose numbers JAX holds unchanged, rather than in sums."""
 
-    def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
+    def torch_arrays(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
         """Torch's arrays by key. Those that JAX holds only in sums are converted there and back."""
         compared = {key: value for key, value in state_dict.items() if key in self._keys}
         for row in self._inexact:
@@ -32,7 +32,7 @@ class TableNames:
             compared |= zip(row.keys, values, strict=True)
         return compared
 
-    def of_jax(self, model: nnx.Module) -> Arrays:
+    def jax_arrays(self, model: nnx.Module) -> Arrays:
         """The JAX module's arrays by torch key."""
         return {key: a for key, a in to_torch(model, self._table).items() if key in self._keys}
 
@@ -52,26 +52,27 @@ class LoaderNames:
         def changed(keys: Collection[str]) -> Arrays:
             """The arrays that the loader makes if the weights of these keys have other values."""
             others = {key: 0.7 * value + 0.1 for key, value in inexact.items() if key in keys}
-            return self.of_torch({**state_dict, **others})
+            return self.torch_arrays({**state_dict, **others})
 
         loaded = changed(())
-        of_parameters, of_buffers = changed(parameters), changed(inexact.keys() - {*parameters})
+        with_other_parameters = changed(parameters)
+        with_other_buffers = changed(inexact.keys() - {*parameters})
         self.trained = {
             path
             for path, array in loaded.items()
-            if not np.array_equal(array, of_parameters[path])
-            or np.array_equal(array, of_buffers[path])
+            if not np.array_equal(array, with_other_parameters[path])
+            or np.array_equal(array, with_other_buffers[path])
         }
         """The paths of all arrays except those that are made from buffers alone."""
         numbers = np.concatenate([np.ravel(v) for v in inexact.values()] or [np.empty(0)])
         self.unsummed = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
         """The paths of the arrays whose numbers all occur in torch's weights."""
 
-    def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
+    def torch_arrays(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
         """The arrays that the loader makes from torch's weights, by path."""
-        return self.of_jax(self._load(state_dict))
+        return self.jax_arrays(self._load(state_dict))
 
-    def of_jax(self, weights: Any) -> Arrays:
+    def jax_arrays(self, weights: Any) -> Arrays:
         """The real and complex arrays of a tree, or of an NNX module, by their paths."""
         if isinstance(weights, nnx.Module):
             weights = nnx.to_pure_dict(nnx.state(weights))
@@ -83,11 +84,6 @@ class LoaderNames:
 
 
 Names = TableNames | LoaderNames
-
-
-def as_averages(arrays: Arrays) -> Arrays:
-    """The arrays, with names that mark them as averages."""
-    return {f"average of {name}": array for name, array in arrays.items()}
 
 
 def select(arrays: Arrays, names: Collection[str]) -> Arrays:

@@ -1,1 +1,1 @@
-"""Compare the results of both sides: errors, faults, notes, and the report of them."""
+"""Compares the results of both sides: errors, faults, notes, and the report of them."""

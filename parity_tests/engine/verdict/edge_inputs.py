@@ -1,4 +1,4 @@
-"""Compare on inputs where functions have kinks: zeros, ties, extremes, and full or empty masks."""
+"""Compares on inputs where functions have kinks: zeros, ties, extremes, and full or empty masks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -117,7 +117,7 @@ class Lookups(TorchDispatchMode):
         self.found: list[tuple[torch.Tensor, Lookup]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note its indices if it is a lookup."""
+        """Runs an operation, and notes its indices if it is a lookup."""
         if func.name() in LOOKUPS:
             given = {a.name: a.default_value for a in func._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | (kwargs or {})

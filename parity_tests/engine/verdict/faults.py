@@ -58,7 +58,7 @@ def kind_of_numbers(array: np.ndarray) -> str:
 
 
 def dtype_faults(
-    of_reference: Mapping[Any, Any], facts: ProgramFacts, dtype: str, sides: tuple[str, str]
+    reference_dtypes: Mapping[Any, Any], facts: ProgramFacts, dtype: str, sides: tuple[str, str]
 ) -> list[str]:
     """Faults for results in another dtype than requested, unless the reference has the same dtype.
 
@@ -74,7 +74,7 @@ def dtype_faults(
         for (group, name), actual in facts.dtypes.items()
         if jnp.issubdtype(actual, jnp.inexact)
         and str(actual) not in requested
-        and actual != of_reference.get((group, name))
+        and actual != reference_dtypes.get((group, name))
         and not (group == "final state" and jnp.finfo(actual).bits > jnp.finfo(dtype).bits)
     ]
 

@@ -1,18 +1,20 @@
-"""Measure the JAX side of a problem against any reference."""
+"""Measures the JAX side of a problem against any reference."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from parity_tests.engine.bounds.rounded_constants import (
+    are_moved,
     digits_of,
-    moved_by_rounding,
-    moves_to_digits,
+    find_moves,
     named_by_number,
     names_of,
+    note_on_constants,
     rounded_count,
-    unknown_numbers,
 )
 from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
@@ -31,8 +33,17 @@ from parity_tests.engine.results import (
 from parity_tests.engine.verdict.faults import dtype_faults, mismatches, notes_on
 from parity_tests.engine.verdict.report import Report
 
-MOST_NAMES = 3
-"""The largest number of constants that a note names."""
+
+class Explanation(NamedTuple):
+    """What constants that are rounded to float32 explain in float64."""
+
+    expected: Results
+    """The results to compare with."""
+    moved: ErrorsByGroup
+    """How far each tensor moves if the constants without known float64 digits change."""
+    moves: Sequence[np.ndarray] = ()
+    """The relative changes of the reference's constants that were made."""
+    note: str = ""
 
 
 def measure(
@@ -45,7 +56,7 @@ def measure(
     keep_arrays: bool = False,
     say: Say = silent,
 ) -> Report:
-    """Measure the errors of both sides in each dtype, and compare JAX's errors with their bounds.
+    """Measures the errors of both sides in each dtype, and compares JAX's errors with their bounds.
 
     Dtypes that the problem does not have are skipped. A given `jax_side` is reused, even if it was
     compiled for other weights and inputs, which must have the same shapes. With `keep_arrays`, each
@@ -53,11 +64,11 @@ def measure(
     run, to show the progress.
     """
     jax_side = jax_side or JaxSide(problem, platform)
-    tensors, faults, notes, logits = {}, [*reference.faults], [], {}
+    tensors, faults, notes, logits, moves = {}, [*reference.faults], [], {}, ()
     oracle, sides = reference.oracle, reference.sides
     place = logits_array(problem.logits, oracle) if problem.logits and not faults else None
     for dtype in [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]:
-        own_run = reference.own_run(dtype)
+        own_run = reference.runs.own(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
         facts = jax_side.facts[dtype]
@@ -72,28 +83,28 @@ def measure(
         # parts of a model that have only float32's precision: operations that cannot run in
         # float64, and rounded constants.
         say(f"the errors in {dtype}")
-        bound_of = "float32" if dtype == "float64" and facts.coarse_operations else dtype
+        bound_dtype = "float32" if dtype == "float64" and facts.coarse_operations else dtype
         expected, moved = oracle, {}
-        if bound_of == "float64" and not agree_in_float64(ours, oracle):
-            expected, moved, note = explained_by_constants(
+        if bound_dtype == "float64" and not agree_in_float64(ours, oracle):
+            expected, moved, moves, note = explain_by_constants(
                 problem, jax_side, reference, ours, platform
             )
-            notes += note
-        own, errors = reference.own_run(bound_of).errors, errors_of(ours, expected)
+            notes += [note] if note else []
+        own, errors = reference.runs.own(bound_dtype).errors, errors_of(ours, expected)
         tensors[dtype] = {
             group: tensor_errors(
-                jnp.dtype(bound_of),
+                jnp.dtype(bound_dtype),
                 torch=own[group],
                 jax=errors[group],
-                torch32=reference.own_run("float32").errors[group],
-                rounded=(run[group] for run in reference.rounded(bound_of)),
+                torch32=reference.runs.own("float32").errors[group],
+                rounded=(run[group] for run in reference.runs.rounded(bound_dtype)),
                 constants=moved.get(group, {}),
             )
             for group in GROUPS
             if only_floating(oracle.get(group, {})) and group in ours
         }
         if keep_arrays:
-            reference_arrays = expected if dtype == "float64" else reference.results_in(dtype)
+            reference_arrays = expected if dtype == "float64" else reference.runs.results_in(dtype)
             tensors[dtype] = with_arrays(tensors[dtype], reference_arrays, ours)
 
         # For logits, add errors in the units of language models.
@@ -112,6 +123,7 @@ def measure(
         twin=reference.name,
         platform=platform,
         sides=sides,
+        constant_moves=tuple(moves),
     )
 
 
@@ -132,50 +144,42 @@ def with_arrays(
     }
 
 
-def explained_by_constants(
+def explain_by_constants(
     problem: Problem, jax_side: JaxSide, reference: Reference, ours: Results, platform: str
-) -> tuple[Results, ErrorsByGroup, list[str]]:
-    """Find results to compare float64 with although some constants are rounded to float32.
-
-    Returns these results; how far each tensor moves if the constants whose float64 digits are
-    unknown change by as much as their rounding; and a note for the report.
-    """
+) -> Explanation:
+    """What constants explain of the differences in float64, and which results to expect instead."""
     oracle, held = reference.oracle, jax_side.constants_of(problem)
     count = reference.constant_count + rounded_count(held)
     if not count:
-        return oracle, {}, []
-
-    # Name the constants in the note, so that a user can find them in the code.
+        return Explanation(oracle, {})
     other, model = reference.sides
     names = [f"{other}'s {name}" for name in reference.constant_names]
     names += [f"{model}'s {name}" for name in names_of(named_by_number(held))]
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    numbers = "1 constant is" if count == 1 else f"{count} numbers of constants are"
-    of_names = f" ({', '.join(names[:MOST_NAMES])}{more})" if names else ""
-    note = f"{numbers} in float32{of_names}: float64 is compared"
+    note = note_on_constants(count, names)
 
     # Run the reference again with JAX's float64 digits of its constants, where JAX computes them.
-    constants = [*reference.constants.values()]
-    moves, unknown = moves_to_digits(constants, jax_side.argument_free(problem))
-    expected = oracle
-    if any(move.any() for move in moves):
-        expected = reference.with_constants(moves)
-    lacking = unknown_numbers(held, [*constants, *problem.state_dict.values()])
-    are_hidden = reference.constant_count > 0 and not constants  # in a record
-    are_known = not are_hidden and not any(each.any() for each in unknown + lacking)
+    constants, weights = [*reference.constants.values()], problem.state_dict.values()
+    found = find_moves(constants, held, jax_side.argument_free(problem), weights)
+    moves, expected = (), oracle
+    if are_moved(found.to_digits):
+        moves, expected = found.to_digits, reference.with_constants(found.to_digits)
+    is_hidden = reference.constant_count > 0 and not constants  # in a record
+    is_unknown = is_hidden or are_moved(found.by_rounding)
+    are_known = not is_unknown and not are_moved(found.in_model)
     if are_known or agree_in_float64(ours, expected, GROUPS[:2]):
-        return expected, {}, [f"{note} with {model}'s digits in their place"]
+        return Explanation(expected, {}, moves, f"{note} with {model}'s digits in their place")
 
     # The float64 digits of the other constants are unknown, so change these constants by as much as
     # their rounding, on the side that has them. A result that does not move gets no allowance.
-    runs = [reference.moved_results(moves, unknown, expected)]
-    if any(each.any() for each in lacking):
-        digits = digits_of(held, moved_by_rounding(lacking))
-        side = JaxSide(problem, platform, digits=digits)
-        again = side.run(problem, "float64", oracle, reference.cast_to)
-        runs.append(errors_of(again, ours))
+    runs = []
+    if is_unknown:
+        moves = found.with_rounding
+        runs.append(reference.moved_results(moves, expected))
+    if are_moved(found.in_model):
+        side = JaxSide(problem, platform, digits=digits_of(held, found.in_model))
+        runs.append(errors_of(side.run(problem, "float64", oracle, reference.cast_to), ours))
     note += ", where it depends on them, only as closely as float32 allows"
-    return expected, largest_by_group(runs), [note]
+    return Explanation(expected, largest_by_group(runs), moves, note)
 
 
 def notes_on_arguments(

@@ -1,4 +1,4 @@
-"""Measure the JAX side of a problem against its torch side. This file needs torch."""
+"""Measures the JAX side of a problem against its torch side. This file needs torch."""
 
 from collections.abc import Iterable
 
@@ -16,6 +16,6 @@ def measure_twin(
     *,
     jax_side: JaxSide | None = None,
 ) -> Report:
-    """Run `measure` with the problem's torch module as the reference."""
+    """Runs `measure` with the problem's torch module as the reference."""
     reference = TorchReference(problem.twin).run(problem)
     return measure(problem, reference, dtypes, platform, jax_side=jax_side)

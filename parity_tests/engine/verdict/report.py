@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+import numpy as np
+
 from jax_models.options import Index, checked_options
 from parity_tests.engine.bounds.tolerance import Error, worst
 from parity_tests.engine.locate.location import Location
@@ -32,6 +34,10 @@ class Report:
     """The platform on which JAX ran."""
     sides: tuple[str, str] = ("torch", "JAX")
     """The names of the reference and of the side that is measured."""
+    constant_moves: tuple[np.ndarray, ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )
+    """The relative changes of the reference's rounded constants with which float64 was compared."""
 
     @functools.cached_property
     def errors(self) -> dict[str, dict[str, Error]]:

@@ -1,4 +1,4 @@
-"""Find square kernels that were loaded without transposing them, or transposed twice."""
+"""Finds square kernels that were loaded without transposing them, or transposed twice."""
 
 import itertools
 import re
