@@ -11,28 +11,28 @@ from flax import nnx
 from jax.flatten_util import ravel_pytree
 
 from jax_models import from_torch, project, to_torch
+from parity_tests.checked_layer import CheckedLayer
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.subject import Subject
 
 
-def weights_make_the_round_trip_bit_for_bit(subject: Subject):
+def weights_make_the_round_trip_bit_for_bit(checked: CheckedLayer):
     """Weights that are loaded from PyTorch and written back have the same bits."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        twin = subject.case.twin().to(dtype)
+        twin = checked.case.twin().to(dtype)
         with torch.no_grad():
-            for tensor in subject.case.drawn(twin):
+            for tensor in checked.case.drawn(twin):
                 tensor.normal_()
-            for tensor in subject.case.bounded(twin):
+            for tensor in checked.case.bounded(twin):
                 tensor.uniform_()  # a number out of bounds is refused
         name = str(dtype).removeprefix("torch.")
-        layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
-        back = to_torch(layer, subject.case.layout)
+        layer = from_torch(checked.case.abstract(jnp.dtype(name)), twin.state_dict())
+        back = to_torch(layer, checked.case.layout)
         assert back.keys() == twin.state_dict().keys()
         for key, tensor in twin.state_dict().items():
             assert back[key].dtype.name == str(tensor.dtype).removeprefix("torch."), key
             bits = tensor.reshape(-1).view(torch.uint8).numpy()
             assert back[key].tobytes() == bits.tobytes(), key
-        again = from_torch(subject.case.abstract(jnp.dtype(name)), back, subject.case.layout)
+        again = from_torch(checked.case.abstract(jnp.dtype(name)), back, checked.case.layout)
         for a, b in zip(
             jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(nnx.state(again)), strict=True
         ):
@@ -40,7 +40,7 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def optimizer_follows_the_same_trajectory(subject: Subject):
+def optimizer_follows_the_same_trajectory(checked: CheckedLayer):
     """Ten steps of AdamW give the same weights in optax and in torch.optim.
 
     The targets are random. AdamW's epsilon is larger than rounding errors. Otherwise a gradient
@@ -48,17 +48,17 @@ def optimizer_follows_the_same_trajectory(subject: Subject):
     direction of a step.
     """
     # Both sides start from the same weights. In JAX, the parameters are a flat vector.
-    case, twin = subject.case, subject.case.build_twin()
-    x = torch.tensor(subject.x)
+    case, twin = checked.case, checked.case.build_twin()
+    x = torch.tensor(checked.x)
     target = np.random.default_rng(5).standard_normal(case.call(twin, x)[0].shape)
-    graphdef, tree, rest = nnx.split(subject.layer, nnx.Param, ...)
+    graphdef, tree, rest = nnx.split(checked.layer, nnx.Param, ...)
     params, unravel = ravel_pytree(tree)
     optimizer = optax.adamw(1e-2, 0.9, 0.999, eps=1e-5, weight_decay=0.01)
 
     @jax.jit
     def jax_step(params, optimizer_state):
         def loss_fn(params):
-            y, _ = nnx.merge(graphdef, unravel(params), rest)(subject.x)
+            y, _ = nnx.merge(graphdef, unravel(params), rest)(checked.x)
             return jnp.mean((y - target) ** 2)
 
         loss, gradient = jax.value_and_grad(loss_fn)(params)

@@ -73,10 +73,10 @@ MAY_IMPORT = {
     "parity_tests/engine/bounds": "parity_tests.engine.bounds",
     "parity_tests/engine": "parity_tests.engine jax_models twinscan.files",
     "parity_tests/registry": "parity_tests.engine parity_tests.registry jax_models torch_ref",
-    "parity_tests/subject.py": "parity_tests.engine parity_tests.registry jax_models",
-    "parity_tests/weight_checks.py": "parity_tests.engine parity_tests.subject jax_models",
+    "parity_tests/checked_layer.py": "parity_tests.engine parity_tests.registry jax_models",
+    "parity_tests/weight_checks.py": "parity_tests.engine parity_tests.checked_layer jax_models",
     "parity_tests/checks.py": (
-        "parity_tests.engine parity_tests.registry parity_tests.subject "
+        "parity_tests.engine parity_tests.registry parity_tests.checked_layer "
         "parity_tests.weight_checks jax_models"
     ),
     "parity_tests/report": "parity_tests jax_models twinscan",

@@ -42,14 +42,14 @@ CASES = [
 ]
 
 
-def of_whole_heads(rotary):
+def rotating_whole_heads(rotary):
     """Rotates all features of a head instead of a part of them."""
     return lambda x, positions, *, rotated, theta: rotary(
         x, positions, rotated=x.shape[-1], theta=theta
     )
 
 
-def of_even_number(rotary):
+def with_even_frequencies(rotary):
     """Computes frequencies from the number of rotated features, although n is one less."""
     return lambda x, positions, *, rotated, theta: rotary(
         x, positions, rotated=rotated, theta=theta ** (3 / 4)
@@ -84,7 +84,7 @@ def without_1(layer):
     layer.q_norm.scale[...] -= 1
 
 
-def of_each_head(norm):
+def norm_of_each_head(norm):
     """Norms each of two heads separately."""
 
     def wrong(layer, x):
@@ -114,13 +114,13 @@ MUTATIONS = [
     weights("query and gate exchanged", plant=edited(with_columns(gate_first))),
     weights("gates after all queries", plant=edited(with_columns(all_queries_first))),
     weights("norm's weight without 1", plant=edited(without_1)),
-    forward("whole heads rotated", plant=replaced(ROTARY, of_whole_heads)),
-    forward("frequencies of an even number", plant=replaced(ROTARY, of_even_number)),
+    forward("whole heads rotated", plant=replaced(ROTARY, rotating_whole_heads)),
+    forward("frequencies of an even number", plant=replaced(ROTARY, with_even_frequencies)),
     Mutation(
         "each head normed",
         "Attention, norm over all heads",
         "forward",
-        replaced("jax_models.layers.norm.RMSNorm.__call__", of_each_head),
+        replaced("jax_models.layers.norm.RMSNorm.__call__", norm_of_each_head),
     ),
     states("pieces begin without keys", plant=replaced(LOCAL, without_keys), check=CUT),
     states(

@@ -83,7 +83,7 @@ def gates_of_transposed_blocks(layer):
     kernel[...] = kernel[...].mT
 
 
-def of_pairs_side_by_side(rotary):
+def rotating_neighbors(rotary):
     """Rotates features 2i and 2i + 1 together, as some other models do."""
 
     def wrong(x, positions, *, rotated, theta):
@@ -96,7 +96,7 @@ def of_pairs_side_by_side(rotary):
     return wrong
 
 
-def of_whole_heads(rotary):
+def rotating_whole_heads(rotary):
     """Rotates all features of a head instead of a part of them."""
     return lambda x, positions, *, rotated, theta: rotary(
         x, positions, rotated=x.shape[-1], theta=theta
@@ -204,8 +204,8 @@ MUTATIONS = [
     *(
         forward(name, "LocalAttention", plant=replaced(target, wrong))
         for name, target, wrong in (
-            ("neighbouring features turned", "jax_models.ops.rotary", of_pairs_side_by_side),
-            ("whole heads turned", "jax_models.ops.rotary", of_whole_heads),
+            ("neighbouring features turned", "jax_models.ops.rotary", rotating_neighbors),
+            ("whole heads turned", "jax_models.ops.rotary", rotating_whole_heads),
             ("key heads in turns", "jax_models.ops.local_attention", heads_in_turns),
             ("window off by one", f"{LOCAL}.causal_attention", one_step_further),
         )

@@ -111,7 +111,7 @@ def decay_as_printed(a, exponent):
     return p, jnp.sqrt(1 - p**2)
 
 
-def of_the_logit(softplus_decay):
+def decay_of_the_logit(softplus_decay):
     """Reads a_param as the logit of a instead of 1 − a."""
     return lambda a_param, *args: softplus_decay(-a_param, *args)
 
@@ -148,7 +148,7 @@ MUTATIONS = [
         "a for 1 − a",
         "RGLRU by softplus",
         "forward",
-        replaced("jax_models.ops.rg_lru.softplus_decay", of_the_logit),
+        replaced("jax_models.ops.rg_lru.softplus_decay", decay_of_the_logit),
     ),
     Mutation(
         "derivative of √(1 − a²) without a bound",

@@ -102,7 +102,7 @@ def with_epsilon(_):
     return wrong
 
 
-def pieces_without_keys(local_attention):
+def without_previous_keys(local_attention):
     """Forgets the keys of the previous call."""
     return lambda q, k, v, state, **masks: local_attention(
         q, k, v, state._replace(position=state.position * 0), **masks
@@ -151,7 +151,7 @@ MUTATIONS = [
     of_block(
         "pieces begin without keys",
         kind="states and masks",
-        plant=replaced("jax_models.ops.local_attention", pieces_without_keys),
+        plant=replaced("jax_models.ops.local_attention", without_previous_keys),
         check=CUT,
     ),
 ]

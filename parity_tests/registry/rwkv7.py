@@ -89,7 +89,7 @@ def with_state_transposed(delta_rule):
     return wrong
 
 
-def of_the_changed_key(removal_and_key):
+def with_changed_key(removal_and_key):
     """Computes the removal key κ̂ from the changed key that is written to the state."""
 
     def wrong(layer, k, rate):
@@ -143,7 +143,11 @@ MUTATIONS = [
         for name, target, wrong in (
             ("state read before its update", DELTA_RULE, read_before_the_step),
             ("state transposed", DELTA_RULE, with_state_transposed),
-            ("κ̂ of the changed key", f"{LAYER}.RWKV7TimeMix.removal_and_key", of_the_changed_key),
+            (
+                "κ̂ of the changed key",
+                f"{LAYER}.RWKV7TimeMix.removal_and_key",
+                with_changed_key,
+            ),
             ("sigmoid outside of g", f"{LAYER}.low_rank", with_sigmoid_outside),
             ("bonus before the norm", f"{LAYER}.RWKV7TimeMix.normed", with_bonus_before),
             ("μ for 1 − μ", f"{LAYER}.lerp_to_previous", other_way_round),

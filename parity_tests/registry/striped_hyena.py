@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-def of_real_parts(modal_conv):
+def real_parts_only(modal_conv):
     """Computes Re R ⊙ Re s instead of Re(R ⊙ s), as stripedhyena's `prefill_style="recurrence"`."""
 
     def wrong(v, state, *, residues, **options):
@@ -97,7 +97,9 @@ of_block = partial(Mutation, case="StripedHyenaBlock")
 MUTATIONS = [
     of_mixer("D forgotten", kind="weights", plant=zeroed("D"), culprit="filter"),
     of_mixer("projection in thirds", kind="forward", plant=edited(in_thirds), culprit="filter"),
-    of_mixer("residues' real parts alone", kind="forward", plant=replaced(OPERATOR, of_real_parts)),
+    of_mixer(
+        "residues' real parts alone", kind="forward", plant=replaced(OPERATOR, real_parts_only)
+    ),
     of_mixer("poles conjugate", kind="forward", plant=replaced(OPERATOR, conjugate)),
     of_block(
         "epsilon inside of the root",

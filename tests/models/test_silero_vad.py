@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 import torch_ref
 from jax_models import SileroVAD, from_torch, to_torch
+from parity_tests.checked_layer import assert_same_tree
 from parity_tests.engine.bounds.tolerance import assert_same, group_error
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.torch_reference import TorchReference
-from parity_tests.subject import assert_same_tree
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = find_spec("silero_vad")  # not imported, because that reduces torch's threads

@@ -14,11 +14,11 @@ from torch import nn
 
 from jax_models import Constant, SequenceLayer, ops
 from jax_models.weights import batch_norm, linear, same, unused
+from parity_tests.checked_layer import CheckedLayer
 from parity_tests.checks import CHECKS
 from parity_tests.engine.results import GROUPS
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.registry import Case
-from parity_tests.subject import Subject
 
 
 class TorchReservoir(nn.Module):
@@ -97,14 +97,14 @@ def case(layer=Reservoir):
 
 
 @pytest.fixture(scope="module")
-def subject():
+def checked():
     with jax.enable_x64(True):
-        yield Subject(case())
+        yield CheckedLayer(case())
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_layer_with_buffers_passes(name, subject):
-    CHECKS[name](subject)
+def test_a_layer_with_buffers_passes(name, checked):
+    CHECKS[name](checked)
 
 
 def test_its_buffers_are_compared(x64):
@@ -126,4 +126,4 @@ def test_its_buffers_are_compared(x64):
 
 def test_a_layer_that_draws_its_own_buffer_is_refused(x64):
     with pytest.raises(ValueError, match="no weight of the twin gives w, a Variable: make it a"):
-        Subject(case(OwnMatrix))
+        CheckedLayer(case(OwnMatrix))

@@ -8,17 +8,17 @@ import torch
 from selection import CHECKED, COLLECTED, FIRST
 
 import torch_ref
+from parity_tests.checked_layer import CheckedLayer
 from parity_tests.checks import CHECKS
 from parity_tests.engine.problem import available_platforms
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.engine.verdict.report import Report
 from parity_tests.registry import CASES, TIME
-from parity_tests.subject import Subject
 
 
 @functools.lru_cache(maxsize=1)
-def subject(name: str) -> Subject:
-    return Subject(CASES[name])
+def checked(name: str) -> CheckedLayer:
+    return CheckedLayer(CASES[name])
 
 
 def assert_within_bounds(report: Report) -> None:
@@ -101,7 +101,7 @@ LATE = (
     ],
 )
 def test_holds(name, check):
-    CHECKS[check](subject(name))
+    CHECKS[check](checked(name))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.config])

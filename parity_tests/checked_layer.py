@@ -1,4 +1,4 @@
-"""The subject of a check: a layer of the registry in float64, and its compiled functions."""
+"""What a check looks at: a layer of the registry in float64, and its compiled functions."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ LONG = 60
 """The length of rows for which operators that work in chunks need several chunks."""
 
 
-class Subject:
+class CheckedLayer:
     """A case's layer in float64, with inputs, a state, and the layer as jitted functions.
 
     Compiling takes most of a check's time, so the checks share the programs of a few shapes: whole
