@@ -39,7 +39,7 @@ from jax_models.models.load import loaded
 from train import generate
 from train.config import TrainConfig
 from train.generation_files import files_of_run, ids_of_run
-from train.initial import files_to_keep, initialize
+from train.initial_weights import files_to_keep, initialize
 from train.run import Run, build_trainer
 from train.tokens import until_end
 from train.vocabulary import Characters, read_tokenizer

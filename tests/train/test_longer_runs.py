@@ -11,15 +11,9 @@ import pytest
 from flax import nnx
 
 import train.__main__ as train_command
-from jax_models import (
-    HawkLanguageModelConfig,
-    HyenaDNALanguageModelConfig,
-)
 from train.config import TrainConfig, with_options
-from train.digest import dtypes_and_shapes
 from train.export import export
 from train.optimizer import AveragedState
-from train.renamed import with_old_paths
 from train.run import Run, build_trainer
 from train.step import TrainState
 from train.text import ALL_WORK
@@ -132,36 +126,6 @@ def test_the_average_stays_where_clipping_comes(tmp_path):
     after = restored(run)
     chex.assert_trees_all_equal(jax.tree.leaves(after), jax.tree.leaves(before))
     assert len(after.optimizer_state.optimizer_state) == 2
-
-
-HYENA_DNA = HyenaDNALanguageModelConfig(
-    vocab_size=20, context_length=8, features=4, mlp_features=4, tied_head=False
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "old_head", "paths"),
-    [
-        (
-            HawkLanguageModelConfig(20, 4, 2, 8),
-            0,
-            {"layers.layers.1.hawk.conv.bias", "head.kernel"},
-        ),
-        (TrainConfig().model, 0, {"layers.cells.0.kernel_hh", "head.kernel"}),
-        (HYENA_DNA, 1, {"layers.layers.0.norm1.scale", "lm_head.kernel"}),
-    ],
-)
-def test_a_run_of_an_earlier_version_is_resumed(model, old_head, paths, tmp_path):
-    """Its checkpoint has other paths for parameters, their moments and their averages."""
-    config = with_options(TrainConfig(), {"model": model, "optimizer.ema_decay": 0.9})
-    run = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "")
-    state = build_trainer(config).initial_state()
-    old = with_old_paths(state)[old_head]
-    assert {f"params.{path}.value" for path in paths} <= dtypes_and_shapes(old).keys()
-    run.checkpoints.save(0, old, None)
-    run.checkpoints.wait()
-    chex.assert_trees_all_equal(restored(Run.open(run.folder)), state)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from jax_models import (
 from train import convert, published_vocabulary
 from train import generate as command
 from train.config import PRESETS
-from train.initial import files_to_keep
+from train.initial_weights import files_to_keep
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
 from train.run import Run
