@@ -86,18 +86,15 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
     assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
 
 
-@pytest.mark.slow
-def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
-    """Runs a command like the one in docs/guides/pretrained.md."""
-    monkeypatch.chdir(tmp_path)
-    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
-    save_pth(model, "hyenadna.pth")
-    command.main(["--weights", "hyenadna.pth", "--prompt", "ACGTN", "--num-tokens", "40"])
-    tokens = generate(model, np.arange(7, 12)[None], 40, key=jax.random.key(0))
-    text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
-    assert capsys.readouterr().out == f"ACGTN{text}\n"
-    with pytest.raises(CommandLineError, match="--prompt:"):
-        command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
+def test_the_pieces_of_nucleotides():
+    """Line ends are no tokens, and some tokens have no letter."""
+    vocabulary = Nucleotides()
+    tokens = vocabulary.encode("ACG\nTN").tolist()
+    assert tokens == [7, 8, 9, 10, 11]
+    pieces = vocabulary.pieces([*tokens, 0, vocabulary.end, 7])
+    assert "".join(pieces) == "ACGTN\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(CommandLineError, match=r"^--prompt: .* got ' ', 'U', 'a'$"):
+        vocabulary.encode("aCG U", "--prompt")
 
 
 def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
@@ -233,28 +230,16 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
         np.testing.assert_allclose(tuned[key], expected, rtol=0, atol=1e-7, err_msg=key)
 
 
-UNDETERMINED = {
-    **dict.fromkeys(("annotated-attention", "annotated-attention-small"), "num_heads"),
-    **dict.fromkeys(("authentic-hyena", "authentic-hyena-small"), "implicit"),
-    "olmo-hybrid": "num_heads",
-    "qwen3_5": "num_key_heads",
-}
-"""The presets whose weights do not determine a field of their model."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ("lstm", "qwen3_5") else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS],
-)
-def test_a_file_without_a_config_says_its_model(name, tmp_path):
-    """If its weights do not determine the model, the error asks for the options."""
+@pytest.mark.parametrize(("name", "undetermined"), [("lstm", None), ("qwen3_5", "num_key_heads")])
+def test_a_file_without_a_config_says_its_model(name, undetermined, tmp_path):
+    """If its weights do not determine a field, the error asks for the options."""
     config, path = replace(PRESETS[name].model, vocab_size=20), tmp_path / "a.safetensors"
     model = config.build(rngs=nnx.Rngs(0))
     save_file(to_torch(model), path)
     (tmp_path / "a").write_text("abc" * 2000)
     args = ["--init", str(path), "--text", str(tmp_path / "a"), "--tokenizer", "characters"]
-    if name in UNDETERMINED:
-        with pytest.raises(CommandLineError, match=f"{UNDETERMINED[name]}: .*give the --preset"):
+    if undetermined is not None:
+        with pytest.raises(CommandLineError, match=f"{undetermined}: .*give the --preset"):
             train_command.parse_arguments(args)
         args += ["--preset", name, "--model.vocab-size", "20", "--val-rows", "1"]
     plan = train_command.make_plan(train_command.parse_arguments(args))
