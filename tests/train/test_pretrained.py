@@ -1,6 +1,7 @@
 """`twinscan generate --weights`: published checkpoints and their vocabularies."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,17 +113,25 @@ def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
 WORDS = ["<pad>", "</s>", "<bos>", "<eos>", *"abcdefgh"]
 
 
-@pytest.fixture
-def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
-    """A model in a folder as transformers writes it.
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, LanguageModel]:
+    """A folder as transformers writes it, and its model.
 
     As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text. The generation_config.json
     has another token that ends a text.
     """
-    monkeypatch.chdir(tmp_path)
-    folder = Path("recurrentgemma-2b")
+    folder = tmp_path_factory.mktemp("written") / "recurrentgemma-2b"
     model = write_recurrent_gemma(folder, WORDS, "<bos>", dtype="bfloat16", eos_token_id=1)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 11]}))
+    return folder, model
+
+
+@pytest.fixture
+def recurrent_gemma(written, tmp_path, monkeypatch) -> LanguageModel:
+    """The model, in a folder that a test may change."""
+    monkeypatch.chdir(tmp_path)
+    folder, model = written
+    shutil.copytree(folder, folder.name)
     return model
 
 
@@ -142,25 +151,6 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
         end = min(numbers.index(token) for token in (3, 11) if token in numbers)
         text = " ".join(WORDS[token] for token in numbers[:end])
         assert capsys.readouterr().out.removeprefix("a b").strip() == text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_a_tuned_checkpoint_becomes_a_folder_of_transformers(recurrent_gemma):
-    Path("a.txt").write_text("a b c " * 40)
-    sizes = ["--num-steps", "1", "--batch-size", "2", "--window", "4", "--eval-batches", "1"]
-    run = Path("runs/a")
-    train_command.main([
-        *["--init", "recurrentgemma-2b", "--text", "a.txt", "--out", str(run)], *sizes,
-    ])  # fmt: skip
-    convert.main(["--from", str(run), "--to", "tuned", "--param-dtype", "bfloat16"])
-    tuned = load_pretrained("tuned")
-    assert tuned.config == recurrent_gemma.config
-    weights = to_torch(tuned)
-    for key, array in to_torch(Run.open(run).model()).items():
-        assert weights[key].tobytes() == array.astype(jnp.bfloat16).tobytes(), key
-    tokenizers = [Path(folder, "tokenizer.json") for folder in ("recurrentgemma-2b", "tuned")]
-    assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,7 +197,10 @@ def test_the_end_of_text_belongs_to_the_tokenizer(options, end):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
-    """Model and tokenizer default to the checkpoint's. A tiny learning rate keeps the weights."""
+    """It becomes a folder of transformers again. A tiny learning rate keeps the weights.
+
+    Model and tokenizer default to the checkpoint's.
+    """
     for name in ("a", "b"):
         Path(name).write_text("a b c d e f g " * 200)
     eos = {"eos_token": {"content": "<eos>"}}
@@ -228,6 +221,13 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     for key, array in to_torch(recurrent_gemma, "hf-file").items():
         expected = np.asarray(array, np.float32)
         np.testing.assert_allclose(tuned[key], expected, rtol=0, atol=1e-7, err_msg=key)
+    convert.main(["--from", "run", "--to", "tuned", "--param-dtype", "bfloat16"])
+    written = load_pretrained("tuned")
+    assert written.config == recurrent_gemma.config
+    for key, array in to_torch(written, "hf-file").items():
+        assert array.tobytes() == tuned[key].astype(jnp.bfloat16).tobytes(), key
+    tokenizers = [Path(folder, "tokenizer.json") for folder in ("recurrentgemma-2b", "tuned")]
+    assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
 @pytest.mark.parametrize(("name", "undetermined"), [("lstm", None), ("qwen3_5", "num_key_heads")])
