@@ -173,14 +173,14 @@ def test_a_checkpoint_that_is_evaluated_after_it_was_written_can_be_the_best(tmp
     assert Checkpoints(tmp_path).steps == [0, 3, 4]
 
 
-def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
+def test_a_write_that_ends_after_orbax_gave_up_is_not_reported(folder, monkeypatch):
     """On a full disk, orbax raises the first error, and later writes find its event loop closed."""
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
     Checkpoints(folder).restore(state(0))
     for message in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
-    assert [str(each.exc_value) for each in told] == ["another"]
+    assert [str(each.exc_value) for each in reported] == ["another"]
 
 
 def test_a_checkpoint_behind_a_link_goes_as_any_other(folder, tmp_path):

@@ -83,7 +83,7 @@ def test_two_processes_make_the_run_of_one(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_both_and_both_go_on(whole, tmp_path):
+def test_a_signal_to_one_process_ends_both_and_both_are_resumed(whole, tmp_path):
     """Both save the run before they end, unless the process is killed."""
     folder = tmp_path / "run"
     processes = start(folder)

@@ -82,7 +82,7 @@ def test_a_signal_leaves_a_checkpoint_and_one_line(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_by_the_same_command(whole, tmp_path):
+def test_the_same_command_resumes_a_killed_run(whole, tmp_path):
     """Kills it once before its first checkpoint, and once when it has just written a later one."""
     folder = tmp_path / "run"
     args = [sys.executable, "-m", "train", "--out", str(folder), *ARGS]

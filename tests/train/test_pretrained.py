@@ -63,7 +63,7 @@ def test_the_pieces_of_the_world_vocabulary(world):
 
 
 @pytest.mark.slow
-def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_continues_a_text(world, tmp_path, monkeypatch, capsys):
     """Runs a command like the one in docs/guides/pretrained.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
@@ -75,7 +75,7 @@ def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_tokens_go_on_as_tokens(tmp_path, capsys):
+def test_tokens_are_continued_by_tokens(tmp_path, capsys):
     """The suffix identifies a safetensors file."""
     model = random_model(RWKV6LanguageModelConfig(30, **SIZES))
     save_file(to_torch(model, "fla"), tmp_path / "a.safetensors")
@@ -136,7 +136,7 @@ def recurrent_gemma(written, tmp_path, monkeypatch) -> LanguageModel:
 
 
 @pytest.mark.slow
-def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
+def test_a_recurrent_gemma_continues_a_text(recurrent_gemma, capsys):
     """The command stops at the first token that ends a text."""
     read = read_model(Path("recurrentgemma-2b"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
