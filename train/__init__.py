@@ -9,10 +9,11 @@ The modules:
 - `optimizer`, `accumulation`: the optimizer, and gradients that are computed in parts.
 - `mesh`, `hosts`: several devices and processes.
 - `checkpoints`, `digest`, `files`, `interruption`: protection against kills, full disks and
-  flipped bits; `renamed`: checkpoints of earlier versions.
+  flipped bits.
 - `monitor`, `curve`, `heartbeat`: progress, metrics and the loss curve.
-- `evaluate`, `generate`, `export`, `convert`: the other commands; `initial`, `pretrained`: weights
-  that a run or a command reads; `generation_files`: what a folder says about tokens and stops.
+- `evaluate`, `generate`, `export`, `convert`: the other commands; `initial_weights`, `pretrained`:
+  weights that a run or a command reads; `generation_files`: what a folder says about tokens and
+  stops.
 """
 
 import sys

@@ -30,7 +30,7 @@ from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.heartbeat import doing, heartbeat
 from train.hosts import HostsConfig, check_agreement, is_first, join, run_on_all, run_on_first
-from train.initial import FLAG, files_to_keep, initialize, is_run, model_config_of
+from train.initial_weights import FLAG, files_to_keep, initialize, is_run, model_config_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
@@ -142,9 +142,9 @@ def config_to_start_from(start: EarlyArguments) -> TrainConfig:
     if start.resume is not None:
         config = Run.open(start.resume).config
     elif start.init is not None and is_run(start.init):
-        of_run = Run.open(start.init).config
+        source = Run.open(start.init).config
         try:
-            config = dataclasses.replace(config, model=of_run.model) if start.preset else of_run
+            config = dataclasses.replace(config, model=source.model) if start.preset else source
         except ValueError as error:
             raise CommandLineError(
                 f"--preset: does not fit the model of {start.init}: {error}"
@@ -289,11 +289,11 @@ def make_plan(arguments: Arguments) -> Plan:
     # A run that is resumed, or that provides the initial weights, also provides the vocabulary.
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init
-    of_source = Run.open(source) if source is not None and is_run(source) else None
-    if of_source is None:
+    source_run = Run.open(source) if source is not None and is_run(source) else None
+    if source_run is None:
         vocabulary = text.build_vocabulary(config.tokenizer, config.end_of_text)
     else:
-        vocabulary = of_source.vocabulary
+        vocabulary = source_run.vocabulary
     parts = split(text.tokens(vocabulary, arguments.cache), config.window, config.val_rows)
     # Write down what later commands need: steps instead of epochs, and absolute paths.
     config = config.with_steps(len(parts["train"].rows))

@@ -1,4 +1,4 @@
-"""Checkpoints of a training state: orbax writes them, and digests verify them."""
+"""Checkpoints of a training state: orbax writes them, and digests verify their files."""
 
 import errno
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.digest import bytes_digest, digests, dtypes_and_shapes, hex_digits
+from train.digest import bytes_digest, dtypes_and_shapes
 from train.files import file_digest, whole
 from train.hosts import gather_all, is_first, run_on_first
 from twinscan.command_line import CommandLineError
@@ -44,8 +44,8 @@ class DamagedError(Exception):
 class Checkpoints:
     """The newest checkpoints of a run, and the one with the lowest loss.
 
-    orbax writes `{step}/state`; `{step}/manifest.json` has the digests of the files and the arrays.
-    A checkpoint gets its name once all of it is on the disk, so it is complete or does not exist.
+    orbax writes `{step}/state`, and `{step}/manifest.json` has the digests of its files. A
+    checkpoint gets its name once all of it is on the disk, so it is complete or does not exist.
     """
 
     def __init__(self, folder: Path, run: str = ""):
@@ -121,7 +121,6 @@ class Checkpoints:
             "unlogged": [*unlogged],
             "arrays": dtypes_and_shapes(state),
         }
-        of_arrays = digests(state)
         partial = self.folder / f"{step}{PARTIAL}"
 
         def begin() -> None:
@@ -137,7 +136,7 @@ class Checkpoints:
             self._orbax.save(partial / STATE, state)
         except (OSError, ValueError) as error:
             raise self._write_error(step, error) from None
-        self._writing = self._thread.submit(self._finish, manifest, of_arrays)
+        self._writing = self._thread.submit(self._finish, manifest)
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
 
@@ -198,16 +197,13 @@ class Checkpoints:
                 file=sys.stderr,
             )
 
-    def _finish(self, manifest: dict[str, Any], of_arrays: dict[str, jax.Array]) -> None:
+    def _finish(self, manifest: dict[str, Any]) -> None:
         """Gives the checkpoint its digests and its name, and removes those that it replaces."""
         step = manifest["step"]
         partial = self.folder / f"{step}{PARTIAL}"
         try:
             self._orbax.wait_until_finished()
             if is_first():
-                manifest["digests"] = {
-                    path: hex_digits(digest) for path, digest in of_arrays.items()
-                }
                 manifest["files"] = _file_digests(partial / STATE)
                 _write_manifest(partial / MANIFEST, manifest)
                 partial.rename(self.folder / str(step))
@@ -257,8 +253,8 @@ class Checkpoints:
             folder = self.folder / str(step)
             try:
                 manifest = _read_manifest(folder / MANIFEST)
-                of_this = {"run": self.run, "step": step}
-                _compare({name: manifest.get(name) for name in of_this}, of_this)
+                expected = {"run": self.run, "step": step}
+                _compare({name: manifest.get(name) for name in expected}, expected)
                 _compare(_file_digests(folder / STATE), manifest["files"])
                 self._manifests[step] = manifest
             except DamagedError as fault:
@@ -278,11 +274,9 @@ class Checkpoints:
         _compare(manifest["arrays"], dtypes_and_shapes(like))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
-            state = self._orbax.restore(self.folder / str(step) / STATE, abstract)
+            return self._orbax.restore(self.folder / str(step) / STATE, abstract)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise DamagedError(str(error).strip().splitlines()[0]) from None
-        _compare({path: hex_digits(x) for path, x in digests(state).items()}, manifest["digests"])
-        return state
 
 
 def _ignore_late_errors(hook: Callable[[Any], object], fault: Any) -> None:

@@ -28,7 +28,7 @@ from train.generation_files import (
     ids_of_checkpoint,
     ids_of_run,
 )
-from train.initial import is_run
+from train.initial_weights import is_run
 from train.mesh import no_mesh
 from train.pretrained import faults_of_checkpoint, optional_json
 from train.run import PRETRAINED, Run

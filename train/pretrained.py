@@ -49,8 +49,8 @@ class CheckpointTokens(Subwords):
 
     def __init__(self, folder: Path, end: str | None = None):
         super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"), end)
-        of_run = () if end is None else self.ends
-        self.ends = tuple(dict.fromkeys((*of_run, *_ends(folder))))
+        run_ends = () if end is None else self.ends
+        self.ends = tuple(dict.fromkeys((*run_ends, *_ends(folder))))
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:

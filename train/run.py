@@ -26,7 +26,6 @@ from train.files import errors_naming, whole
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, convert_state, state_layouts
-from train.renamed import with_new_paths, with_old_paths
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary
 from train.vocabulary import from_fields as vocabulary_from_fields
@@ -175,15 +174,14 @@ class Run:
             CommandLineError: no checkpoint is intact.
 
         """
-        # A checkpoint may have another form of the optimizer's state, or paths of an older version.
+        # A checkpoint may have another form of the optimizer's state.
         like = trainer.initial_state()
         likes = [like]
         trained, _ = trainer.trainable.split(like.params)
         for form in state_layouts(like.optimizer_state, trained):
             likes.append(like._replace(optimizer_state=form))
-        earlier = [old for each in likes for old in with_old_paths(each)]
         try:
-            state = with_new_paths(self.checkpoints.restore(*likes, *earlier))
+            state = self.checkpoints.restore(*likes)
         except FileNotFoundError:
             state = None
         # Say which checkpoints are damaged, even if an older one is intact.

@@ -145,7 +145,7 @@ class Trainer:
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of each array of a state. The optimizer's arrays follow their parameters."""
         specs = jax.tree.unflatten(jax.tree.structure(state.params), self.specs.values())
-        of_optimizer = optax.tree_utils.tree_map_params(
+        optimizer_specs = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, spec: spec,
             state.optimizer_state,
@@ -153,7 +153,7 @@ class Trainer:
             transform_non_params=lambda _: P(),
         )
         on_mesh = partial(NamedSharding, self.mesh)
-        return TrainState(*jax.tree.map(on_mesh, (P(), specs, of_optimizer)))
+        return TrainState(*jax.tree.map(on_mesh, (P(), specs, optimizer_specs)))
 
     def model(self, params: nnx.State) -> LanguageModel:
         """The model with these parameters, for training."""
@@ -213,10 +213,10 @@ class Trainer:
         trained, frozen = self.trainable.split(state.params)
         trained_specs, frozen_specs = self.trainable.split(self._local_specs())
         parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
-        of_batch = P(None, *BATCH_AXES)
+        batch_spec = P(None, *BATCH_AXES)
         loss, gradient = jax.shard_map(
             mean_loss_and_gradient,
-            in_specs=(trained_specs, frozen_specs, P(), of_batch, of_batch),
+            in_specs=(trained_specs, frozen_specs, P(), batch_spec, batch_spec),
             out_specs=(P(), trained_specs),
             **self._shard_map_options(),
         )(trained, frozen, state.step, parts[..., :-1], parts[..., 1:])

@@ -87,7 +87,7 @@ class Text:
         """The vocabulary of a new run on the text, from the value of `--tokenizer`."""
         if tokenizer == CHARACTERS:
             pieces = (piece for piece in self.pieces() if piece is not None)
-            return Characters.of_pieces(pieces, has_end=self.has_documents)
+            return Characters.from_pieces(pieces, has_end=self.has_documents)
         if tokenizer == BYTES:
             return Bytes(has_end=self.has_documents)
         try:

@@ -43,7 +43,7 @@ class Characters(CheckedFields):
         return cls("".join(sorted(set(text))))
 
     @classmethod
-    def of_pieces(cls, pieces: Iterable[str], *, has_end: bool) -> "Characters":
+    def from_pieces(cls, pieces: Iterable[str], *, has_end: bool) -> "Characters":
         """The vocabulary of the characters of a text that is given in pieces."""
         occurs = np.zeros(CODE_POINTS, bool)
         for piece in pieces:

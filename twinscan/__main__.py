@@ -45,6 +45,8 @@ def main() -> None:
     """The entry point of the console script."""
     args = sys.argv[1:] or ["--help"]
     if args[0] in ("-h", "--help"):
+        if hasattr(signal, "SIGPIPE"):  # if the reader has closed the pipe, end without a traceback
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(USAGE)
         return
     exit_at_once("twinscan")

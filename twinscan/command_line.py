@@ -254,4 +254,9 @@ def run_command(
 ) -> NoReturn:
     """Runs a command, with its errors in one line, and exits with its exit code."""
     with one_line_errors(prog):
-        raise SystemExit(main(args, prog))
+        try:
+            exit_code = main(args, prog)
+        except SystemExit as stop:  # such as that of --help
+            exit_code = stop.code
+        sys.stdout.flush()  # if Python did it while it exits, a closed pipe would print a traceback
+        raise SystemExit(exit_code)

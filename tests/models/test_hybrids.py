@@ -23,7 +23,7 @@ from jax_models import (
 )
 from train import convert, generate
 from train.config import TrainConfig
-from train.initial import initialize
+from train.initial_weights import initialize
 from train.run import build_trainer
 from twinscan.command_line import CommandLineError
 

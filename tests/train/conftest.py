@@ -9,6 +9,14 @@ import train.__main__ as train_command
 from train.step import Trainer
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_late_checkpoints():
+    """Writes checkpoints at evaluations only. On a busy machine, others would come by the clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.checkpoints.SECONDS_PER_SAVE", float("inf"))
+        yield
+
+
 @pytest.fixture
 def unreported(monkeypatch):
     """Trains without the sample, the plot and the export at the end."""

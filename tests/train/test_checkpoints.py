@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from train.checkpoints import Checkpoints, _compare
-from train.digest import array_digest
 
 NEWEST = 3
 
@@ -116,20 +115,6 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
     assert not reader.damaged
 
 
-def test_arrays_that_orbax_reads_otherwise_are_noticed(folder, monkeypatch):
-    """Orbax has lost arrays of paths with brackets, and it casts arrays to another dtype."""
-    checkpoints = Checkpoints(folder)
-    restore = checkpoints._orbax.restore
-
-    def lose(path, abstract):
-        read = restore(path, abstract)
-        return read | {"weights": jnp.zeros_like(read["weights"])} if "3" in path.parts else read
-
-    monkeypatch.setattr(checkpoints._orbax, "restore", lose)
-    chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST - 1))
-    assert checkpoints.damaged[NEWEST].startswith("weights: expected ")
-
-
 @pytest.mark.parametrize(
     ("other", "fault"),
     [
@@ -188,34 +173,14 @@ def test_a_checkpoint_that_is_evaluated_after_it_was_written_can_be_the_best(tmp
     assert Checkpoints(tmp_path).steps == [0, 3, 4]
 
 
-def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
+def test_a_write_that_ends_after_orbax_gave_up_is_not_reported(folder, monkeypatch):
     """On a full disk, orbax raises the first error, and later writes find its event loop closed."""
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
     Checkpoints(folder).restore(state(0))
     for message in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
-    assert [str(each.exc_value) for each in told] == ["another"]
-
-
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "float64"])
-def test_the_digest_of_every_bit(dtype, x64):
-    """Flipping any single bit changes both sums, and so does swapping two elements."""
-    rng = np.random.default_rng(0)
-    size = jnp.dtype(dtype).itemsize
-    content = rng.integers(0, 2 if dtype == "bool" else 256, 6 * size, np.uint8)
-    view = np.dtype(jnp.dtype(dtype))
-    of = lambda raw: np.asarray(array_digest(raw.view(view).reshape(2, 3)))  # noqa: E731
-    whole = of(content)
-    for bit in range(0, 8 * len(content), 8 if dtype == "bool" else 1):
-        raw = content.copy()
-        raw[bit // 8] ^= 1 << bit % 8
-        assert (of(raw) != whole).all()
-    elements = content.reshape(6, size)
-    distinct = np.flatnonzero((elements != elements[0]).any(1))[0]
-    moved = elements.copy()
-    moved[[0, distinct]] = moved[[distinct, 0]]
-    assert (of(moved.reshape(-1)) != whole).all()
+    assert [str(each.exc_value) for each in reported] == ["another"]
 
 
 def test_a_checkpoint_behind_a_link_goes_as_any_other(folder, tmp_path):

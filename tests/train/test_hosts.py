@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import train.__main__ as train_command
 from train.run import Run
 
 pytestmark = pytest.mark.xdist_group("hosts")  # so that they share the fixture
@@ -27,19 +29,16 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 ARGS = "--num-steps 40 --eval-every 10 --eval-batches 2 --model.hidden-features 8 --log-every 40"
 
 
-def start(folder: Path, *args: str, processes: int = 2, config: tuple[str, ...] = ()) -> list:
-    """Starts the processes of a run, with one device each. Only the last one gets `config`."""
+def start(folder: Path, *config: str) -> list:
+    """Starts both processes of a run, with one device each. Only the last one gets `config`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", TRAIN, "--out", str(folder), *ARGS.split(), *args]
-    options = [[*config] if i == processes - 1 else [] for i in range(processes)]
-    if processes > 1:
-        command += ["--hosts.coordinator", address, "--hosts.num-processes", str(processes)]
-        for i, own in enumerate(options):
-            own += ["--hosts.process-id", str(i)]
+    command = [sys.executable, "-c", TRAIN, "--out", str(folder), *ARGS.split()]
+    command += ["--hosts.coordinator", address, "--hosts.num-processes", "2", "--hosts.process-id"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    options = (["0"], ["1", *config])
     return [subprocess.Popen([*command, *own], env=env, **pipes) for own in options]
 
 
@@ -53,10 +52,9 @@ def ended(processes: list) -> list[tuple[int, str, str]]:
     return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
-def wait_for_checkpoint(folder: Path, step: int) -> None:
-    """Waits until the run has a checkpoint of this step."""
+def wait_until(is_done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
-    while not any((folder / "checkpoints").glob(f"{step}/manifest.json")):
+    while not is_done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -78,27 +76,27 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unreported")
 def test_two_processes_make_the_run_of_one(whole, tmp_path):
-    [(code, _, error)] = ended(start(tmp_path / "run", processes=1))
-    assert code == 0, error
+    train_command.main(["--out", str(tmp_path / "run"), *ARGS.split()])
     np.testing.assert_allclose(val_losses(whole), val_losses(tmp_path / "run"), rtol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_to_one_process_ends_both_and_both_go_on(number, whole, tmp_path):
+def test_a_signal_to_one_process_ends_both_and_both_are_resumed(whole, tmp_path):
     """Both save the run before they end, unless the process is killed."""
     folder = tmp_path / "run"
     processes = start(folder)
-    wait_for_checkpoint(folder, 0)
-    processes[1].send_signal(number)
-    ends = ended(processes)
-    if number == signal.SIGKILL:
-        assert ends[1][0] == -signal.SIGKILL
-    else:
-        for code, _, error in ends:
-            assert code == 128 + signal.SIGTERM, error
-            assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
+    wait_until((folder / "checkpoints" / "0" / "manifest.json").exists)
+    processes[1].send_signal(signal.SIGTERM)
+    for code, _, error in ended(processes):
+        assert code == 128 + signal.SIGTERM, error
+        assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
+    processes = start(folder)
+    wait_until(lambda: (folder / "metrics.jsonl").read_text().count('"start"') == 2)
+    processes[1].send_signal(signal.SIGKILL)
+    _, killed = ended(processes)
+    assert killed[0] == -signal.SIGKILL
     for code, _, error in ended(start(folder)):
         assert code == 0, error
     assert val_losses(folder) == val_losses(whole)
@@ -118,7 +116,7 @@ def test_a_signal_to_one_process_ends_both_and_both_go_on(number, whole, tmp_pat
 )
 def test_processes_that_differ_are_refused(config, first, last, tmp_path):
     began = time.monotonic()
-    ends = ended(start(tmp_path / "run", config=config))
+    ends = ended(start(tmp_path / "run", *config))
     for (code, _, error), message in zip(ends, (first, last), strict=True):
         assert code == 2, error
         assert message in error

@@ -1,6 +1,7 @@
 """`twinscan generate --weights`: published checkpoints and their vocabularies."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from jax_models import (
 from train import convert, published_vocabulary
 from train import generate as command
 from train.config import PRESETS
-from train.initial import files_to_keep
+from train.initial_weights import files_to_keep
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
 from train.run import Run
@@ -62,7 +63,7 @@ def test_the_pieces_of_the_world_vocabulary(world):
 
 
 @pytest.mark.slow
-def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_continues_a_text(world, tmp_path, monkeypatch, capsys):
     """Runs a command like the one in docs/guides/pretrained.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
@@ -74,7 +75,7 @@ def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_tokens_go_on_as_tokens(tmp_path, capsys):
+def test_tokens_are_continued_by_tokens(tmp_path, capsys):
     """The suffix identifies a safetensors file."""
     model = random_model(RWKV6LanguageModelConfig(30, **SIZES))
     save_file(to_torch(model, "fla"), tmp_path / "a.safetensors")
@@ -86,18 +87,15 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
     assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
 
 
-@pytest.mark.slow
-def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
-    """Runs a command like the one in docs/guides/pretrained.md."""
-    monkeypatch.chdir(tmp_path)
-    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
-    save_pth(model, "hyenadna.pth")
-    command.main(["--weights", "hyenadna.pth", "--prompt", "ACGTN", "--num-tokens", "40"])
-    tokens = generate(model, np.arange(7, 12)[None], 40, key=jax.random.key(0))
-    text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
-    assert capsys.readouterr().out == f"ACGTN{text}\n"
-    with pytest.raises(CommandLineError, match="--prompt:"):
-        command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
+def test_the_pieces_of_nucleotides():
+    """Line ends are no tokens, and some tokens have no letter."""
+    vocabulary = Nucleotides()
+    tokens = vocabulary.encode("ACG\nTN").tolist()
+    assert tokens == [7, 8, 9, 10, 11]
+    pieces = vocabulary.pieces([*tokens, 0, vocabulary.end, 7])
+    assert "".join(pieces) == "ACGTN\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(CommandLineError, match=r"^--prompt: .* got ' ', 'U', 'a'$"):
+        vocabulary.encode("aCG U", "--prompt")
 
 
 def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
@@ -115,22 +113,30 @@ def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
 WORDS = ["<pad>", "</s>", "<bos>", "<eos>", *"abcdefgh"]
 
 
-@pytest.fixture
-def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
-    """A model in a folder as transformers writes it.
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, LanguageModel]:
+    """A folder as transformers writes it, and its model.
 
     As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text. The generation_config.json
     has another token that ends a text.
     """
-    monkeypatch.chdir(tmp_path)
-    folder = Path("recurrentgemma-2b")
+    folder = tmp_path_factory.mktemp("written") / "recurrentgemma-2b"
     model = write_recurrent_gemma(folder, WORDS, "<bos>", dtype="bfloat16", eos_token_id=1)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 11]}))
+    return folder, model
+
+
+@pytest.fixture
+def recurrent_gemma(written, tmp_path, monkeypatch) -> LanguageModel:
+    """The model, in a folder that a test may change."""
+    monkeypatch.chdir(tmp_path)
+    folder, model = written
+    shutil.copytree(folder, folder.name)
     return model
 
 
 @pytest.mark.slow
-def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
+def test_a_recurrent_gemma_continues_a_text(recurrent_gemma, capsys):
     """The command stops at the first token that ends a text."""
     read = read_model(Path("recurrentgemma-2b"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
@@ -145,25 +151,6 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
         end = min(numbers.index(token) for token in (3, 11) if token in numbers)
         text = " ".join(WORDS[token] for token in numbers[:end])
         assert capsys.readouterr().out.removeprefix("a b").strip() == text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_a_tuned_checkpoint_becomes_a_folder_of_transformers(recurrent_gemma):
-    Path("a.txt").write_text("a b c " * 40)
-    sizes = ["--num-steps", "1", "--batch-size", "2", "--window", "4", "--eval-batches", "1"]
-    run = Path("runs/a")
-    train_command.main([
-        *["--init", "recurrentgemma-2b", "--text", "a.txt", "--out", str(run)], *sizes,
-    ])  # fmt: skip
-    convert.main(["--from", str(run), "--to", "tuned", "--param-dtype", "bfloat16"])
-    tuned = load_pretrained("tuned")
-    assert tuned.config == recurrent_gemma.config
-    weights = to_torch(tuned)
-    for key, array in to_torch(Run.open(run).model()).items():
-        assert weights[key].tobytes() == array.astype(jnp.bfloat16).tobytes(), key
-    tokenizers = [Path(folder, "tokenizer.json") for folder in ("recurrentgemma-2b", "tuned")]
-    assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -210,7 +197,10 @@ def test_the_end_of_text_belongs_to_the_tokenizer(options, end):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
-    """Model and tokenizer default to the checkpoint's. A tiny learning rate keeps the weights."""
+    """It becomes a folder of transformers again. A tiny learning rate keeps the weights.
+
+    Model and tokenizer default to the checkpoint's.
+    """
     for name in ("a", "b"):
         Path(name).write_text("a b c d e f g " * 200)
     eos = {"eos_token": {"content": "<eos>"}}
@@ -231,30 +221,25 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     for key, array in to_torch(recurrent_gemma, "hf-file").items():
         expected = np.asarray(array, np.float32)
         np.testing.assert_allclose(tuned[key], expected, rtol=0, atol=1e-7, err_msg=key)
+    convert.main(["--from", "run", "--to", "tuned", "--param-dtype", "bfloat16"])
+    written = load_pretrained("tuned")
+    assert written.config == recurrent_gemma.config
+    for key, array in to_torch(written, "hf-file").items():
+        assert array.tobytes() == tuned[key].astype(jnp.bfloat16).tobytes(), key
+    tokenizers = [Path(folder, "tokenizer.json") for folder in ("recurrentgemma-2b", "tuned")]
+    assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
-UNDETERMINED = {
-    **dict.fromkeys(("annotated-attention", "annotated-attention-small"), "num_heads"),
-    **dict.fromkeys(("authentic-hyena", "authentic-hyena-small"), "implicit"),
-    "olmo-hybrid": "num_heads",
-    "qwen3_5": "num_key_heads",
-}
-"""The presets whose weights do not determine a field of their model."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ("lstm", "qwen3_5") else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS],
-)
-def test_a_file_without_a_config_says_its_model(name, tmp_path):
-    """If its weights do not determine the model, the error asks for the options."""
+@pytest.mark.parametrize(("name", "undetermined"), [("lstm", None), ("qwen3_5", "num_key_heads")])
+def test_a_file_without_a_config_says_its_model(name, undetermined, tmp_path):
+    """If its weights do not determine a field, the error asks for the options."""
     config, path = replace(PRESETS[name].model, vocab_size=20), tmp_path / "a.safetensors"
     model = config.build(rngs=nnx.Rngs(0))
     save_file(to_torch(model), path)
     (tmp_path / "a").write_text("abc" * 2000)
     args = ["--init", str(path), "--text", str(tmp_path / "a"), "--tokenizer", "characters"]
-    if name in UNDETERMINED:
-        with pytest.raises(CommandLineError, match=f"{UNDETERMINED[name]}: .*give the --preset"):
+    if undetermined is not None:
+        with pytest.raises(CommandLineError, match=f"{undetermined}: .*give the --preset"):
             train_command.parse_arguments(args)
         args += ["--preset", name, "--model.vocab-size", "20", "--val-rows", "1"]
     plan = train_command.make_plan(train_command.parse_arguments(args))

@@ -9,29 +9,35 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
 import optax
 import pytest
 import torch
-import tyro
 from flax import nnx
 
 import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, RWKV7LanguageModelConfig
-from jax_models.options import Index
 from train import convert, evaluate, export, generate
-from train.checks import Betas, NotNegative, Paths, Positive, Probability, Seed, Texts
+from train.checks import (
+    checked_betas,
+    checked_contents,
+    checked_decay,
+    checked_not_negative,
+    checked_paths,
+    checked_probability,
+    checked_seed,
+    checked_texts,
+)
 from train.config import TrainConfig, from_fields, to_fields
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.run import Run, build_trainer
 from train.step import Trainer
-from train.text import ALL_WORK, Text
+from train.text import Text
 from train.vocabulary import Characters
 from train.windows import Batches, Windows, split
 from twinscan import command_line
@@ -51,26 +57,15 @@ COMMANDS = {
 def folder(finished, tmp_path_factory) -> Path:
     """A folder with files and runs that commands cannot use."""
     folder = tmp_path_factory.mktemp("refused")
-    os.mkfifo(folder / "pipe")
     for name, content in {
-        "empty": b"",
-        "short": b"abc",
         "abc": b"abc " * 999,
-        "zoe": b"Zoe " * 99,
-        "changed": (ALL_WORK + "a").encode(),
         "damaged.safetensors": b"{}",
         "bytes.json": b"\xff\xfe\x00",
     }.items():
         (folder / name).write_bytes(content)
-    (folder / "nothing").mkdir()
-    for name, changed, content in (
-        ("damaged config", "config.json", '{"model"'),
-        ("damaged vocabulary", "vocabulary.json", "5"),
-    ):
-        shutil.copytree(finished, folder / name)
-        (folder / name / changed).write_text(content)
-    shutil.copytree(finished, folder / "no checkpoints")
-    shutil.rmtree(folder / "no checkpoints" / "checkpoints")
+    (folder / "no checkpoints").mkdir()
+    for name in ("config.json", "vocabulary.json"):
+        shutil.copy(finished / name, folder / "no checkpoints")
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     torch.save(torch_ref.RWKV7LanguageModel.from_config(small).state_dict(), folder / "a.pth")
     torch.save(torch.nn.LSTM(2, 3).state_dict(), folder / "other.pth")
@@ -78,61 +73,40 @@ def folder(finished, tmp_path_factory) -> Path:
 
 
 REFUSED = {
-    "train --text {d}/nothing": "the folder has no files",
-    "train --text {d}/empty": "the file is empty",
-    "train --text {d}/pipe": "pipe: not a file",
-    "train --text {d}/short": "text is too short",
     "train --preset gru": "--text: the preset gru needs a text file",
     "train --preset lsmt": "got lsmt (did you mean lstm?)\n",
-    "train --num-step 3": "--num-step (did you mean --num-steps?)",
     "convert --hlep --fomr x --to=y --param_dtype float32": (
         "options: --hlep (did you mean --help?), --fomr (did you mean --from?)\n"
     ),
     "train --ema-decay 0.9": "(did you mean --optimizer.ema-decay?)",
     "train --num-steps x": "--num-steps: invalid",
     "train --num-epochs 2 --num-steps 9": "--num-epochs:",
-    "train --val-rows 56": "--val-rows:",
-    "train --optimizer.warmup-steps 9000": "error: --optimizer.warmup-steps:",
     "train --preset rwkv6 --text {d}/abc --model.features 30": "error: --model.head-size:",
     "train --init {d}/no.safetensors": "no.safetensors: No such file or directory\n",
     "train --init {d}/other.pth": "if twinscan train wrote this file, give the --preset and",
     "train --preset all-work --init {d}/a.pth": "if the model of the checkpoint has other sizes, ",
     "train --accumulate 3": "--accumulate:",
-    "train --freeze head nix": "--freeze: expected patterns that match the path of a",
-    "train --freeze (": "--freeze: expected regular expressions, got '('",
-    "train --freeze .": "--freeze: expected patterns that leave parameters to train, got .,",
-    "train --resume {f} --freeze head": "cannot change freeze of a run",
-    "train --optimizer.ema-decay 1": "--optimizer.ema-decay:",
     "train --model.vocab-size 7": "--model.vocab-size:",
     "train --window 9": "--window:",
     "train --out {f} --seed 7": "another eval_batches, seed (use --resume to continue it)",
     "train --out {d}": "the folder is not empty and holds no run",
     "train --out '{d}/run[1]'": "run paths must not contain *, ?, [ or \\, got [",
     "train --out {d}/\udcff": ": expected a path in UTF-8",
-    "train --resume {f} --text {d}/changed": "(--allow-changed-text continues with this one",
     "train --resume {f} --preset all-work": "--preset:",
-    "train --resume {d}": "not the folder of a run",
     "train --resume {f} --out {d}/o": "--out:",
     "train --resume {f} --num-steps 5": "--num-steps:",
     "train --resume {f} --model.cell gru": "cannot change model.cell of a run",
     "generate --run {d}": "it has no config.json",
-    "generate --run '{d}/damaged config'": "config.json is damaged: ",
-    "generate --run '{d}/damaged vocabulary'": "vocabulary.json is damaged: ",
     "generate": "expected exactly one of --run and --weights",
     "generate --run {f} --prompt 1 --prompt-tokens 1": "--prompt and --prompt-tokens",
     "generate --weights {d}/a.pth": "--weights:",
     "generate --weights {d}/damaged.safetensors --prompt x": "damaged.safetensors: ",
     "generate --weights {f} --prompt x": "got the folder of a run: use --run on the command line",
     "generate --weights {f}/twin.safetensors --prompt x": "tokens), got one of 20 (give the tokens",
-    "generate --weights {d}/a.pth --prompt x": "World vocabulary (65536 tokens), got one of 30",
     "generate --weights {d}/a.pth --prompt-tokens '3 x'": "--prompt-tokens:",
     "generate --weights {d}/a.pth --prompt-tokens ' '": "--prompt-tokens:",
-    "generate --weights {d}/a.pth --prompt-tokens '3 30'": "expected values in 0 … 29, got [30]",
     "generate --weights {d}/a.pth --prompt-tokens 99999999999": "got [99999999999]",
-    "generate --run {f} --greedy --top-k 3": "--greedy:",
     "generate --run {f} --greedy --top-p 0.9": "--greedy:",
-    "generate --run {f} --top-p 1.1": "--top-p: expected 0 … 1, got 1.1",
-    "generate --run {f} --repetition-penalty 0": "--repetition-penalty:",
     "generate --run {f} --stop ab": "--stop: expected a single token, got 'ab', which has 2",
     "generate --run {f} --prompt a --chat": "--chat: expected with --weights and --prompt",
     "generate --run {f} --system a": "--system: expected with --chat",
@@ -140,7 +114,6 @@ REFUSED = {
     "generate --run {f} --prompt Zoë": "--prompt: not in the vocabulary: 'Z', 'ë'",
     "generate --run {f} --prompt ''": "--prompt:",
     "evaluate --run '{d}/no checkpoints'": "it has no checkpoints",
-    "evaluate --run {f} --text {d}/zoe": "--text: not in the vocabulary: 'Z'",
     "export --run {f} --out {f}/config.json": "config.json exists already",
     "export --run {f} --out {d}": "Is a directory",
     "parity --case GRUScratch --json {d}": "Is a directory",
@@ -205,6 +178,22 @@ def test_a_module_ends_with_code_2_and_one_line_without_rules_in_ascii():
     assert "--- " not in done.stderr
 
 
+def test_a_reader_may_close_the_pipe(monkeypatch):
+    """As in `twinscan train --help | head`."""
+
+    def main(*_):
+        print("options")
+        raise SystemExit(0)
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as stop:
+            command_line.run_command(main, [], "prog")
+    assert stop.value.code == 0
+
+
 @pytest.mark.parametrize(
     ("installed", "on_path", "line"),
     [
@@ -226,26 +215,25 @@ def test_a_printed_command_works_as_printed(installed, on_path, line, tmp_path, 
     assert command_line.command_line_of_twinscan() == line
 
 
-NAN = float("nan")
-COUNTS, NUMBERS = (True, 2.5, "3", -1, NAN, [1]), (True, "3", -1, NAN, float("inf"), [1])
-WRONG = {
-    int: (*COUNTS, 0, 2**31, None),
-    int | None: (*COUNTS, 0, 2**31),
-    Index: (*COUNTS, None),
-    Index | None: COUNTS,
-    Seed: (*COUNTS, 2**31, None),
-    Positive: (*NUMBERS, 0, None),
-    Positive | None: (*NUMBERS, 0),
-    NotNegative: (*NUMBERS, None),
-    Probability | None: (*NUMBERS, 2),
-    Texts: (3, b"x", [3]),
-    Annotated[Texts, tyro.conf.UseAppendAction]: (3, b"x", [3]),
-    Betas: (0.9, "ab", (0.9,), (0.9, 1), (NAN, 0), (True, 0), None),
-    bool: (1, "no", None),
-    Path: (3, None),
-    Path | None: (3, True, b"x"),
-    Paths: (3, True, b"x", [3]),
+CHECKS = {
+    checked_not_negative: (-1, float("nan")),
+    checked_betas: (0.9, "ab", (0.9,), (0.9, 1), (float("nan"), 0), (True, 0), None),
+    checked_decay: (0, 1),
+    checked_paths: (True, [3]),
+    checked_texts: (b"x", [3]),
+    checked_contents: ([], {"name": "text"}),
+    checked_probability: (-0.1, 2),
+    checked_seed: (-1, 2**31),
 }
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_kind_of_option_has_its_range(check):
+    for value in CHECKS[check]:
+        with pytest.raises((TypeError, ValueError), match=r"^name: expected [^\n]+, got [^\n]+$"):
+            check("name", value)
+
+
 MODEL = nnx.eval_shape(lambda: RNNLanguageModelConfig().build(rngs=nnx.Rngs(0)))
 VOCABULARY = Characters("abc")
 TOKENS = np.arange(99)
@@ -281,13 +269,12 @@ UNCHECKED = {"self", "mesh", "devices"}
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
-def test_refuses_each_wrong_argument(call):
+def test_every_argument_is_checked(call):
     parameters = inspect.signature(call.__init__ if isinstance(call, type) else call).parameters
     for name in parameters.keys() - UNCHECKED:
-        for value in WRONG.get(parameters[name].annotation, (3, b"x", OptimizerConfig)):
-            with pytest.raises((TypeError, ValueError)) as error:
-                call(**{**CALLS[call], name: value})
-            assert re.fullmatch(rf"{name}: expected [^\n]+, got [^\n]+", str(error.value))
+        with pytest.raises((TypeError, ValueError)) as error:
+            call(**{**CALLS[call], name: object()})
+        assert re.fullmatch(rf"{name}: expected [^\n]+, got [^\n]+", str(error.value))
 
 
 def test_numpys_numbers_are_kept_as_pythons():

@@ -204,6 +204,22 @@ def test_all_of_a_folder_is_read_or_refused(folder, monkeypatch):
     assert len(Text([folder]).files) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "the folder has no files"),
+        ("empty", "the file is empty"),
+        ("pipe", "not a file"),
+    ],
+)
+def test_what_holds_no_text_is_refused(name, message, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CommandLineError, match=f"{name}: {message}$"):
+        Text([tmp_path / name])
+
+
 def test_several_documents_need_an_end(folder, tmp_path):
     with pytest.raises(CommandLineError, match="no end-of-text token"):
         Text([folder]).tokens(Bytes(), tmp_path / "cache")
@@ -281,6 +297,18 @@ def test_parts_predict_different_tokens(val_rows, lengths, rows):
         in_rows = part.rows[:][:, 1:]
         assert len(set(in_rows.flat)) == in_rows.size
         assert set(in_rows.flat) <= set(predicted[name].flat)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "val_rows", "message"),
+    [
+        (TOKENS[:60], None, "--text: .* its val part has 6 tokens"),
+        (TOKENS, 14, "--val-rows: .*14$"),
+    ],
+)
+def test_a_text_that_is_too_short_is_refused(tokens, val_rows, message):
+    with pytest.raises(CommandLineError, match=message):
+        split(tokens, 7, val_rows)
 
 
 def test_rows_to_validate_on_are_drawn_from_the_whole_text():
