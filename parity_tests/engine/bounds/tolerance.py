@@ -74,8 +74,6 @@ UNSTABLE = 1e-2
 """The error in float32 above which a reference is reported as unstable."""
 UNDETERMINED = 0.5
 """The largest bound. If an error exceeds it, the verdict is `undetermined`."""
-LONG_TRAJECTORY = 1e-10
-"""The bound for 2,000 steps of training in float64, whose rounding errors grow with the steps."""
 
 
 def rms(x: np.ndarray) -> float:
