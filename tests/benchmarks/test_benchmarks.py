@@ -227,6 +227,7 @@ def test_a_family_has_what_the_command_needs(name):
     assert 0 < len(quick) <= len(full)
     assert next(iter(module.contenders)) == OURS
     for problem in full:
+        assert {OURS} <= {*(problem.solved_by or module.contenders)} <= {*module.contenders}
         for part in problem.parts:
             against = {"torch", "JAX peer", "limit", *module.contenders}
             assert set(problem.targets(part, "cpu")) <= against
