@@ -3,13 +3,13 @@
 Prints a table for each problem, with the times to compile and to run, the ratio of our time to the
 peers', the share of the machine's limits and the errors against float64, and then compares the
 measured ratios with their targets. Writes a JSON file for each family and allocator and a plot for
-each family, which replace those of the last run, and a `README.md` with all results.
+each family, which replace those of the last run. The documentation's page of results shows them.
 """
 
 import dataclasses
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +17,9 @@ from rich.console import Console
 
 from benchmarks import families
 from benchmarks.compare import Session
-from benchmarks.environment import ALLOCATORS, Allocator
+from benchmarks.environment import Allocator
 from benchmarks.families.limits import measure_limits
-from benchmarks.report.page import write_page
+from benchmarks.report.overview import overview
 from benchmarks.report.plot import bars, draw
 from benchmarks.report.store import BrokenRecord, Record, plot_path, read_all, versions, write
 from benchmarks.report.table import check_line
@@ -30,10 +30,6 @@ from twinscan.command_line import CommandLineError, parse, run_command
 PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
-SKIPPED_BY_QUICK = ("limits", "memory")
-"""Families that --quick leaves out: every run begins with the limits anyway, and the programs of
-memory compile for longer than they run."""
-
 UNFINISHED = 3
 """The exit code if `--minutes` ran out."""
 
@@ -50,11 +46,10 @@ class Arguments:
     """Most families, few shapes, few bursts, and the default allocator."""
     allocator: tuple[Allocator, ...] = ()
     """`default` is what users have, `tuned` keeps the memory that is freed (on a CPU, with glibc).
-    By default both, or `default` with --quick; the results of the other stay."""
+    By default, all families are measured with `default`, and those in which the allocator changes
+    who is faster also with `tuned`, unless --quick is given. The results of the other stay."""
     platform: Platform | None = None
     """The platform of JAX; by default the one that JAX chooses."""
-    page: bool = False
-    """Measure nothing; only write the page again, from the existing records."""
     minutes: float | None = None
     """Stop after this many minutes, with exit code 3. The same command then continues."""
     out: Path | None = None
@@ -67,15 +62,14 @@ class Arguments:
 
 
 def run(
-    names: Sequence[str],
     folder: Path,
     *,
     quick: bool,
     platform: str | None,
-    allocators: Sequence[Allocator],
+    names: Mapping[Allocator, Sequence[str]],
     minutes: float | None = None,
 ) -> list[Record]:
-    """Measures each family with each allocator, and writes the results into the folder.
+    """Measures the named families with each allocator, and writes the results into the folder.
 
     Raises:
         OutOfTime: there is not enough time left for the next measurement.
@@ -83,23 +77,29 @@ def run(
         BrokenRecord: the folder holds a record that cannot be read.
 
     """
-    # Read the old records before the long measurements, because the page needs them at the end.
+    # Read the old records before the long measurements, because the plots need them at the end.
     folder.mkdir(parents=True, exist_ok=True)
     read_all(folder)
-    request = [list(names), quick, platform, list(allocators), versions()]
+    request = [
+        quick,
+        platform,
+        {allocator: [*found] for allocator, found in names.items()},
+        versions(),
+    ]
     resumable = None if minutes is None else ResumableRun(folder, minutes, request)
     records = []
     console = Console(width=150)
     # Malloc is chosen when a process starts, so each allocator gets its own workers.
-    for allocator in allocators:
+    for allocator, chosen in names.items():
         with Workers(platform, allocator) as workers:
             session = Session(workers, console, quick, measure_limits, resumable)
             if allocator == "tuned" and session.platform != "cpu":
-                console.print(f"tuned: left out, it is nothing to a {session.platform}")
+                device = session.platform.upper()
+                console.print(f"tuned: left out, because malloc has no effect on a {device}")
                 continue
             # Write each family as soon as it is measured, so that a later failure loses nothing.
             assert session.limits is not None
-            for name in names:
+            for name in chosen:
                 if resumable and resumable.is_written(f"{name}, {allocator}"):
                     continue
                 console.rule(f"{families.title(name)}, {allocator} allocator")
@@ -116,8 +116,7 @@ def run(
                     outcome=outcome,
                 )
                 write(folder, record)
-                draw_family(folder, record)
-                write_page(folder, families.FAMILIES)
+                draw_plots(folder, record)
                 records.append(record)
                 if resumable:
                     resumable.mark_written(f"{name}, {allocator}")
@@ -131,36 +130,38 @@ def run(
     return records
 
 
-def draw_family(folder: Path, record: Record) -> None:
-    """Draws a family on the platform of a record, with all allocators that have a record."""
+def draw_plots(folder: Path, record: Record) -> None:
+    """Draws a family on the platform of a record, and the README's picture."""
     key = record.family, record.platform
+    records = read_all(folder)
     found = {
-        each.allocator: each.outcome.rows
-        for each in read_all(folder)
-        if (each.family, each.platform) == key
+        each.allocator: each.outcome.rows for each in records if (each.family, each.platform) == key
     }
     plot = getattr(families.family(record.family), "plot", bars)
     draw(plot(found, record.title), plot_path(folder, record))
+    if picture := overview(records):
+        draw(picture, folder / "overview.png")
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:
-    """Measures the families, or only writes the page."""
+    """Measures the families."""
     arguments = parse(Arguments, args, prog=prog)
     folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
-    quick = [name for name in families.FAMILIES if name not in SKIPPED_BY_QUICK]
-    names = arguments.only or (quick if arguments.quick else families.FAMILIES)
-    if arguments.page:
-        write_page(folder, families.FAMILIES)
-        return 0
-    tunable = platform.libc_ver()[0] == "glibc" and not arguments.quick
-    allocators = arguments.allocator or (ALLOCATORS if tunable else ALLOCATORS[:1])
+    names = arguments.only or families.FAMILIES
+    if arguments.only == () and arguments.quick:
+        names = [name for name in names if name != "limits"]  # every run begins with them anyway
+    chosen: dict[Allocator, Sequence[str]] = dict.fromkeys(arguments.allocator, names)
+    if not chosen:
+        chosen["default"] = names
+        tuned = [name for name in names if name in families.TUNED]
+        if tuned and platform.libc_ver()[0] == "glibc" and not arguments.quick:
+            chosen["tuned"] = tuned
     try:
         run(
-            names,
             folder,
             quick=arguments.quick,
             platform=arguments.platform,
-            allocators=allocators,
+            names=chosen,
             minutes=arguments.minutes,
         )
     except OutOfTime:

@@ -111,6 +111,8 @@ def compare_part(
     # Only a failure of our own contender ends the run; peers that fail are left out.
     outcome, prepared = Outcome(), {}
     for name, (framework, _) in contenders.items():
+        if problem.solved_by is not None and name not in problem.solved_by:
+            continue
         try:
             session.workers.device(framework)
             prepared[framework, name] = session.workers.prepare(

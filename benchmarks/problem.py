@@ -29,6 +29,8 @@ class Problem(abc.ABC):
     parts: tuple[str, ...] = (FORWARD, BOTH)
     rounds: int = 100
     """The largest number of bursts of each contender."""
+    solved_by: tuple[str, ...] | None = None
+    """The names of the contenders that solve it; None: all of its family."""
 
     @property
     @abc.abstractmethod

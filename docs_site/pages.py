@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from docs_site import reference
 from docs_site.blocks import ROOT, Output, blocks, run, test_file
 from docs_site.proved import proved
+from docs_site.results import RECORDS, results
 
 DOCS = ROOT / "docs"
 GUIDES = [
@@ -44,7 +45,6 @@ TOP = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/results/README.md": "results.md",
 }
 """Pages outside `docs/`, and their places on the site."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
@@ -61,7 +61,7 @@ def sources() -> dict[str, Path]:
 def gather(folder: Path, cache: Path) -> dict[str, str]:
     """Writes the pages and the files that they refer to, and returns the pages' texts by place."""
     written = sources()
-    places = {path: place for place, path in written.items()}
+    places = {path: place for place, path in written.items()} | {RECORDS: "results.md"}
     generated = reference.pages() | {"proved.md": proved()}  # which sets variables for a while
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
         found = [pool.submit(_outputs, path, cache) for path in written.values()]
@@ -70,6 +70,9 @@ def gather(folder: Path, cache: Path) -> dict[str, str]:
         text = _with_links(path.read_text(encoding="utf-8"), path, place, places, folder)
         pages[place] = _with_outputs(text, *outputs.result(), place, folder)
     pages |= generated
+    pages["results.md"] = _with_links(
+        results(), RECORDS / "README.md", "results.md", places, folder
+    )
     parts = navigation(pages)
     for title, members in parts.items():
         names = "\n".join(place.removesuffix(".md") for place in members)
@@ -170,11 +173,9 @@ def _with_links(text: str, page: Path, place: str, places: dict[Path, str], fold
 
     def target(match: re.Match[str]) -> str:
         path, anchor = (page.parent / match[1]).resolve(), match[2] or ""
-        if path.is_dir() and (path / "README.md").exists():
-            path = path / "README.md"
-        if path.is_dir():  # a package
+        if (to := places.get(path)) is None and path.is_dir():  # a package
             to, anchor = f"reference/{reference.group_of(_module(path))}/{path.name}.md", ""
-        elif (to := places.get(path)) is None:
+        elif to is None:
             return _copied(path, place, folder)
         return os.path.relpath(to, PurePosixPath(place).parent) + anchor
 

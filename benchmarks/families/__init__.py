@@ -11,11 +11,13 @@ from types import ModuleType
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Outcome
 
-ORDER = ("limits", "gated", "char_lm", "linear_recurrence", "wkv", "long_conv", "online_conv")
+ORDER = ("limits", "gated", "linear_recurrence", "wkv", "long_conv")
 FAMILIES = sorted(
     (module.name for module in pkgutil.iter_modules(__path__)),
     key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
 )
+TUNED = ("gated", "long_conv")
+"""The families that are also measured with the tuned allocator, which changes who is faster."""
 
 
 def family(name: str) -> ModuleType:

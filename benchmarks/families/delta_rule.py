@@ -2,17 +2,16 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.families.plain.plain_versions import gated_delta_step, in_pieces, over_time
+from benchmarks.oracle import in_float64
 from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
 from jax_models.ops import delta_rule, gated_delta_rule
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
-CHECKPOINT_EVERY = 128
-"""Number of steps between the states that the oracle keeps for its backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +53,20 @@ class Recurrence(Problem):
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):
-        """Computes the equation in float64."""
-        import torch
+        """Computes the plain version in float64.
 
-        leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
-        leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-        y = step_by_step(**leaves)
-        cotangent = torch.tensor(self.cotangent()).double()
-        gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
-        named = dict(zip(leaves, gradients, strict=True))
-        return {"y": y.detach().numpy()} | {name: g.numpy() for name, g in named.items()}
+        Its states are large, so the backward pass keeps only every 128th of them.
+        """
+
+        def run(q, k, v, log_w, rate):
+            xs = q, k, v, log_w, rate
+            return in_pieces(gated_delta_step, self.zeros(), xs, self.time // 128)
+
+        return in_float64(run, self.arrays(), self.cotangent())
+
+    def zeros(self):
+        """The state before the first step."""
+        return jnp.zeros((self.batch, self.heads, self.head_size, self.head_size))
 
     def targets(self, part, platform):
         """The largest allowed ratios of our time to the peers'."""
@@ -71,29 +74,6 @@ class Recurrence(Problem):
             return {}
         forward = {"transformers, a decay a head": 0.7}
         return forward | {"lax.scan": 0.5} if part == BOTH else forward
-
-
-def step_by_step(q, k, v, log_w, rate):
-    """Computes the equation step by step, and keeps every `CHECKPOINT_EVERY`-th state."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    def steps(s, *xs):
-        outputs = []
-        for q_t, k_t, v_t, w_t, rate_t in zip(*(x.unbind(1) for x in xs), strict=True):
-            s = s * w_t.exp()[..., None, None]
-            error = v_t - (s @ k_t[..., None])[..., 0]
-            s = s + (rate_t[..., None] * error)[..., :, None] * k_t[..., None, :]
-            outputs.append((s @ q_t[..., None])[..., 0])
-        return s, torch.stack(outputs, dim=1)
-
-    xs = (q, k, v, log_w, rate)
-    s = q.new_zeros(*v[:, 0].shape, k.shape[-1])
-    outputs = []
-    for part in zip(*(x.split(CHECKPOINT_EVERY, dim=1) for x in xs), strict=True):
-        s, y = checkpoint(steps, s, *part, use_reentrant=False)
-        outputs.append(y)
-    return torch.cat(outputs, dim=1)
 
 
 def problems(quick: bool) -> list[Recurrence]:
@@ -146,19 +126,10 @@ def ours_by_key(problem: Recurrence):
 def plain_scan(problem: Recurrence):
     """The straightforward version in JAX."""
 
-    def step(s, inputs):
-        q, k, v, log_w, rate = inputs
-        s = s * jnp.exp(log_w)[..., None, None]
-        error = v - jnp.einsum("bhvk,bhk->bhv", s, k)
-        s = s + jnp.einsum("bhv,bhk->bhvk", rate[..., None] * error, k)
-        return s, jnp.einsum("bhvk,bhk->bhv", s, q)
+    def run(q, k, v, log_w, rate):
+        return over_time(gated_delta_step, problem.zeros(), (q, k, v, log_w, rate))
 
-    def scan(*xs):
-        zeros = jnp.zeros((problem.batch, problem.heads, *[problem.head_size] * 2))
-        _, ys = jax.lax.scan(step, zeros, [jnp.moveaxis(x, 1, 0) for x in xs])
-        return jnp.moveaxis(ys, 0, 1)
-
-    return operator(problem, lambda q, k, v, log_w, rate: scan(q, k, v, log_w, rate))
+    return operator(problem, run)
 
 
 @contenders.torch("transformers, a decay a head")

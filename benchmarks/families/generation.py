@@ -1,12 +1,17 @@
 """A generated token, sampling included.
 
 The time beyond that of the same steps in one compiled loop of 200 is overhead. Tokens are generated
-right after a prompt of one token, and late in a long text.
+right after a prompt of one token, and late in a long text. The greedy tokens of an RWKV-7, one or
+sixteen rows at once, are compared with those of the package `rwkv`, which accepts one row at a
+time.
 """
 
 import dataclasses
+import os
+import tempfile
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +22,13 @@ from flax import nnx
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Call, Contenders, Problem
-from jax_models import LanguageModel, stream
+from jax_models import LanguageModel, RWKV7LanguageModelConfig, generate, stream
 from jax_models.models.sampling import sample
 from train.config import PRESETS
 
-PART = "a token"
+PART, GREEDY_PART = "a token", "a step of all rows"
 LOOP = f"{OURS}, one compiled loop"
+LATER, TORCH_LOOP, PACKAGE = f"{OURS}, later", "torch loop", "rwkv"
 MAX_OVERHEAD = 60
 """The largest allowed overhead, in microseconds per token."""
 
@@ -35,6 +41,7 @@ class Generation(Problem):
     late: int
     num_tokens: int = 200
     parts = (PART,)
+    solved_by = (OURS, LATER, LOOP, TORCH_LOOP)
 
     @property
     def name(self) -> str:
@@ -51,11 +58,44 @@ class Generation(Problem):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def problems(quick: bool) -> list[Generation]:
+@dataclasses.dataclass(frozen=True)
+class Greedy(Problem):
+    """An RWKV-7 with random weights, and the rows that it continues."""
+
+    config: RWKV7LanguageModelConfig
+    batch: int
+    num_tokens: int = 64
+    parts = (GREEDY_PART,)
+    rounds = 5
+    solved_by = (OURS, PACKAGE)
+
+    @property
+    def name(self) -> str:
+        """The sizes, in a few words."""
+        layers, features = self.config.num_layers, self.config.features
+        return f"{layers} layers of {features}, batch {self.batch}"
+
+    def targets(self, part, platform):
+        """The largest allowed ratios of our time to the peers'."""
+        return {PACKAGE: 1.0} if platform == "cpu" and self.config.features >= 768 else {}
+
+
+def presets(quick: bool) -> list[Generation]:
     """The recurrent presets."""
     if quick:
         return [Generation("lstm", late=1000)]
     return [Generation(name, late=10_000) for name in ("lstm", "hawk", "rwkv")]
+
+
+def problems(quick: bool) -> list[Generation | Greedy]:
+    """The presets, and RWKV-7 with the sizes of World 0.1B, or a tiny one in a quick run."""
+    if quick:
+        return [
+            *presets(quick),
+            Greedy(RWKV7LanguageModelConfig(300, features=64, num_layers=2), 2),
+        ]
+    world = RWKV7LanguageModelConfig(65_536, features=768, num_layers=12)
+    return [*presets(quick), *(Greedy(world, batch) for batch in (1, 16))]
 
 
 contenders = Contenders()
@@ -77,12 +117,21 @@ def _tokens(problem: Generation, skip: int) -> Call:
 
 
 @contenders.jax(OURS)
-def ours(problem: Generation) -> Call:
-    """Our `stream`, token by token."""
-    return _tokens(problem, 0)
+def ours(problem: Generation | Greedy) -> Call:
+    """Our `stream`, token by token, or our `generate`, several rows at once."""
+    if isinstance(problem, Generation):
+        return _tokens(problem, 0)
+    model = problem.config.build(rngs=nnx.Rngs(0))
+    prompt = jnp.ones((problem.batch, 1), jnp.int32)
+
+    def call():
+        tokens = generate(model, prompt, problem.num_tokens, key=jax.random.key(0), temperature=0)
+        np.asarray(tokens)
+
+    return Call(call, parts=problem.num_tokens)
 
 
-@contenders.jax(f"{OURS}, later")
+@contenders.jax(LATER)
 def ours_late(problem: Generation) -> Call:
     """Our `stream` from token 10,000 on, or from token 1,000 in a quick run."""
     return _tokens(problem, problem.late)
@@ -111,7 +160,7 @@ def loop(problem: Generation) -> Call:
     return Call(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
-@contenders.torch("torch loop")
+@contenders.torch(TORCH_LOOP)
 def torch_loop(problem: Generation) -> Call:
     """The torch twin, which carries its state from token to token."""
     import torch
@@ -133,10 +182,36 @@ def torch_loop(problem: Generation) -> Call:
     return Call(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
+@contenders.torch(PACKAGE)
+def rwkv_package(problem: Greedy) -> Call:
+    """The `RWKV.forward` of the package, which compiles parts of it with `torch.jit`."""
+    os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
+    import torch
+    from rwkv.model import RWKV  # pyright: ignore[reportMissingImports]
+
+    import torch_ref
+
+    twin = torch_ref.RWKV7LanguageModel.from_config(problem.config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        torch.save(twin.state_dict(), f"{path}.pth")
+        model = RWKV(model=str(path), strategy="cpu fp32")
+
+    @torch.no_grad()
+    def call():
+        rows = [(1, None)] * problem.batch
+        for _ in range(problem.num_tokens):
+            for i, (token, state) in enumerate(rows):
+                logits, state = model.forward([token], state)
+                rows[i] = int(logits.argmax()), state
+
+    return Call(call, parts=problem.num_tokens)
+
+
 def measure(session: Session) -> Outcome:
     """Measures all contenders, and checks the overhead."""
     outcome = compare(session, __name__, contenders, problems(session.quick))
-    for problem in problems(session.quick):
+    for problem in presets(session.quick):
         ours, alone = (outcome.row(problem.name, PART, name).ms for name in (OURS, LOOP))
         outcome.checks.append(
             Check(problem.name, PART, "overhead", 1e3 * (ours - alone), MAX_OVERHEAD, unit=" µs")

@@ -5,6 +5,8 @@ import math
 import jax
 import numpy as np
 
+from benchmarks.families.plain.plain_versions import plain_linear_recurrence
+from benchmarks.oracle import in_float64
 from benchmarks.problem import FORWARD, OURS, Contenders, Sequences, Work, operator
 from jax_models.ops import linear_recurrence
 
@@ -21,18 +23,8 @@ class Diagonal(Sequences):
         }
 
     def oracle(self):
-        """Computes the recurrence and its gradients in a loop over the steps, in float64."""
-        a, b = (x.astype(np.float64) for x in self.arrays().values())
-        cotangent = self.cotangent()
-        h, g = np.empty_like(b), np.empty_like(b)
-        last = carried = np.zeros_like(b[:, 0])
-        for t in range(self.time):
-            last = h[:, t] = a[:, t] * last + b[:, t]
-        for t in reversed(range(self.time)):
-            g[:, t] = cotangent[:, t] + carried
-            carried = a[:, t] * g[:, t]
-        before = np.concatenate([np.zeros_like(h[:, :1]), h[:, :-1]], axis=1)
-        return {"y": h, "a": g * before, "b": g}
+        """Computes the plain version in float64."""
+        return in_float64(plain_linear_recurrence, self.arrays(), self.cotangent())
 
     def work(self, part):
         """Reads a and b, writes h; backward reads a, h and its gradient, writes two gradients."""

@@ -1,12 +1,11 @@
 """RWKV-4's average of the past."""
 
 import math
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.families.plain.plain_versions import plain_wkv
+from benchmarks.oracle import in_float64
 from benchmarks.problem import FORWARD, OURS, Contenders, Sequences, Work, operator
 from jax_models.ops import wkv
 
@@ -22,28 +21,8 @@ class WKV(Sequences):
         return {"k": k, "v": v, "w": w, "u": rng.standard_normal(self.features, np.float32)}
 
     def oracle(self):
-        """Computes the formula of the paper, whose exponents here are small enough for float64."""
-        k, v, w, u = (x.astype(np.float64) for x in self.arrays().values())
-        decay, weight, bonus = np.exp(-w), np.exp(k), np.exp(u + k)
-        num, den = np.zeros_like(v), np.zeros_like(v)
-        for t in range(1, self.time):
-            num[:, t] = decay * num[:, t - 1] + weight[:, t - 1] * v[:, t - 1]
-            den[:, t] = decay * den[:, t - 1] + weight[:, t - 1]
-        y = (num + bonus * v) / (den + bonus)
-        of_num = self.cotangent() / (den + bonus)
-        of_den = -of_num * y
-        after_num, after_den = np.zeros_like(v), np.zeros_like(v)
-        for t in reversed(range(self.time - 1)):
-            after_num[:, t] = decay * after_num[:, t + 1] + of_num[:, t + 1]
-            after_den[:, t] = decay * after_den[:, t + 1] + of_den[:, t + 1]
-        of_bonus = bonus * (of_num * v + of_den)
-        return {
-            "y": y,
-            "k": of_bonus + weight * (after_num * v + after_den),
-            "v": bonus * of_num + weight * after_num,
-            "w": -(decay * (after_num * num + after_den * den)).sum(axis=(0, 1)),
-            "u": of_bonus.sum(axis=(0, 1)),
-        }
+        """Computes the plain version in float64."""
+        return in_float64(plain_wkv, self.arrays(), self.cotangent())
 
     def work(self, part):
         """Reads k, v, writes y; backward reads k, v, y and its gradient, writes two gradients."""
@@ -82,23 +61,7 @@ def ours_associative(problem: WKV):
 @contenders.jax("lax.scan")
 def plain_scan(problem: WKV):
     """The straightforward version in JAX."""
-
-    def step(w, u, state, inputs):
-        (num, den, max), (k, v) = state, inputs
-        q = jnp.maximum(max, u + k)
-        past, now = jnp.exp(max - q), jnp.exp(u + k - q)
-        y = (past * num + now * v) / (past * den + now)
-        q = jnp.maximum(max - w, k)
-        past, now = jnp.exp(max - w - q), jnp.exp(k - q)
-        return (past * num + now * v, past * den + now, q), y
-
-    def scan(k, v, w, u):
-        zeros = jnp.zeros_like(k[:, 0])
-        by_step = (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0))
-        _, ys = jax.lax.scan(partial(step, w, u), (zeros, zeros, zeros - 1e38), by_step)
-        return jnp.moveaxis(ys, 0, 1)
-
-    return operator(problem, scan)
+    return operator(problem, plain_wkv)
 
 
 @contenders.torch("transformers")

@@ -35,7 +35,6 @@ SHOWN = (
     ),
     Shown("LSTM, 1,024 steps × 1 row", "gated", "LSTM T1024 B1 H256", LAYERS),
     Shown("GRU, 256 steps × 32 rows", "gated", "GRU T256 B32 H256", LAYERS),
-    Shown("minGRU, 8,192 steps", "min_rnn", "1 × 8192 × 256", {"torch loop": TORCH}),
     Shown(
         "RG-LRU's recurrence",
         "linear_recurrence",

@@ -1,4 +1,4 @@
-"""Writes `results/README.md`, with all families that have been measured."""
+"""The page of the results, with all families that have been measured."""
 
 from collections import Counter
 from itertools import groupby
@@ -7,39 +7,30 @@ from typing import get_args
 
 from benchmarks.problem import OURS, Framework
 from benchmarks.report.devices import devices
-from benchmarks.report.overview import overview
-from benchmarks.report.plot import draw
 from benchmarks.report.store import Record, plot_path, read_all
 from benchmarks.report.table import compile_cell, other_cells, time_cells
-from twinscan.files import write_whole
 
 INTRODUCTION = """\
 # Results
 
-`make bench` wrote this page; `python -m benchmarks --only gated` measures one family again.
-[How it is measured](../../docs/benchmarks.md). Times are medians over calls in bursts that
-alternate between the contenders, float32, without those during which other processes ran ("?":
-there were none). Both sides have all cores and the same allocator: first the *default* one, which
-users have, then a *tuned* one, which keeps the memory that is freed (`jax_models.tune_allocator`).
-*Ratio* is our time over theirs: below 1, ours is faster, and differences under 10 % are ties. *Of
-limit*: the least time that the operations and bytes would take at the limits measured in the same
-run. *Error* and *gradients* are against float64, root mean square, relative; the gradients' is the
-largest of all inputs' and weights'.
+This page shows the records that `make bench` writes. [Benchmarks](../../docs/benchmarks.md) says
+how the times are measured. They are medians in float32; a `?` marks a time that other processes
+disturbed. With the *default* allocator, malloc is as users have it, and the *tuned* one keeps the
+memory that is freed (`jax_models.tune_allocator`). *Ratio* is our time divided by theirs: below 1,
+ours is faster, and differences under 10 % are ties. *Of limit* is the least time that the
+operations and bytes would take at the limits measured in the same run, divided by the time.
+*Error* and *gradients* are relative root-mean-square errors against float64; that of the gradients
+is the largest of all inputs and weights.
 """
 
 
-def write_page(folder: Path, order: list[str]) -> None:
-    """Writes the page, and the README's picture, from all records in the folder."""
+def page(folder: Path, order: list[str]) -> str:
+    """The Markdown of the page, from all records in the folder, to which its links are relative."""
     records = [record for record in read_all(folder) if record.family in order]
     records.sort(key=lambda record: (record.platform, order.index(record.family)))
     groups = groupby(records, key=lambda record: (record.platform, record.family))
     sections = [section(folder, list(group)) for _, group in groups]
-    if figure := overview(records):
-        draw(figure, folder / "overview.png")
-    write_whole(
-        folder / "README.md",
-        "\n".join([INTRODUCTION, devices(folder, records), verdicts(records), *sections]),
-    )
+    return "\n".join([INTRODUCTION, devices(folder, records), verdicts(records), *sections])
 
 
 def verdicts(records: list[Record]) -> str:

@@ -23,16 +23,17 @@ def bars(found: RowsByAllocator, title: str) -> Figure:
     """Draws a panel for each part of each problem: a bar for each contender, and the limit."""
     rows = [row for rows in found.values() for row in rows]
     panels = list(dict.fromkeys((row.problem, row.part) for row in rows))
-    parts = list(dict.fromkeys(part for _, part in panels))
     problems = list(dict.fromkeys(problem for problem, _ in panels))
+    parts = {name: [part for problem, part in panels if problem == name] for name in problems}
+    columns = max(map(len, parts.values()))
     names = max(len({row.name for row in rows if row.problem == p}) for p in problems)
     height = 0.7 + (0.12 + 0.16 * len(found)) * names
-    figure = Figure(figsize=(5.5 * len(parts), height * len(problems)), layout="constrained")
-    axes = figure.subplots(len(problems), len(parts), squeeze=False)
+    figure = Figure(figsize=(5.5 * columns, height * len(problems)), layout="constrained")
+    axes = figure.subplots(len(problems), columns, squeeze=False)
     for panel in axes.flat:
         panel.set_axis_off()
     for problem, part in panels:
-        panel = axes[problems.index(problem)][parts.index(part)]
+        panel = axes[problems.index(problem)][parts[problem].index(part)]
         here = {
             allocator: [row for row in rows if (row.problem, row.part) == (problem, part)]
             for allocator, rows in found.items()

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import re
 import signal
 import threading
+from functools import partial
 
 import pytest
 
@@ -16,9 +18,16 @@ from benchmarks.families import gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.problem import BOTH, FORWARD, OURS, Limits
-from benchmarks.report.devices import devices
 from benchmarks.report.overview import SHOWN
-from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
+from benchmarks.report.page import page
+from benchmarks.report.store import (
+    BrokenRecord,
+    Record,
+    outcome_from,
+    plot_path,
+    read_all,
+    write,
+)
 from benchmarks.resume import FILE
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
@@ -35,12 +44,11 @@ def shrink(monkeypatch, names, problems) -> None:
 
 @pytest.mark.optimized
 def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
-    """Runs two processes, and writes JSON, a plot and a page that names the missing peers."""
+    """Runs two processes, and writes JSON and a plot. The page shows both."""
     shrink(monkeypatch, (OURS, "torch.nn", "nnx.RNN", "equinox"), [Gated("RNN", 5, 2, 4)])
     tuned = record("tuned")
     write(tmp_path, tuned)
-    arguments = {"quick": True, "platform": "cpu", "allocators": ["default"]}
-    (found,) = run(["gated"], tmp_path, **arguments)
+    (found,) = run(tmp_path, quick=True, platform="cpu", names={"default": ["gated"]})
     rows = {(row.name, row.part): row for row in found.outcome.rows}
     for name, part in itertools.product((OURS, "torch.nn", "nnx.RNN"), (FORWARD, BOTH)):
         row = rows[name, part]
@@ -55,13 +63,15 @@ def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
         assert not environment.keeps_memory
     assert read_all(tmp_path) == [found, tuned]
     assert (tmp_path / "gated-cpu.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "README.md").read_text()
-    assert all(part in page for part in ("gated-cpu.png", "RNN T5 B2 H4"))
+    assert all(part in page(tmp_path, ["gated"]) for part in ("gated-cpu.png", "RNN T5 B2 H4"))
     assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
 
 
-@pytest.mark.optimized
 def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
+    """The workers of this test are this process, so that its many calls start no others."""
+    monkeypatch.setattr(Workers, "call", lambda _, framework, function, *args: function(*args))
+    monkeypatch.setattr(Workers, "device", lambda _, framework: "cpu: cpu")
+    monkeypatch.setattr(workers, "_burst", partial(workers._burst, seconds=0))
     problems = [Gated("RNN", 5, 2, 4), Gated("RNN", 6, 2, 4)]
     shrink(monkeypatch, (OURS, "torch.nn"), problems)
     args = ["--only", "gated", "--platform", "cpu", "--allocator", "default"]
@@ -82,9 +92,16 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("the same command continues") == len(names) - 1
 
 
-def test_the_page_lists_the_devices_that_have_a_record():
-    """If the page is out of date, `python -m benchmarks --page` writes it again."""
-    assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
+def test_the_page_shows_every_record_and_device():
+    """Each record has a section with its plot, whose file exists, and a row for its device."""
+    text = page(RESULTS, families.FAMILIES)
+    for record in read_all(RESULTS):
+        assert f"## {record.title} ({record.platform})\n" in text
+        assert f"]({plot_path(RESULTS, record).name})\n" in text
+        assert f"\n| {record.platform} | {record.measured_with['device']} | " in text
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (RESULTS / link).exists()
+    assert "[parity: 116 of 116 pairs agree](parity-gpu.json)" in text
 
 
 def test_the_records_have_every_problem_and_contender_of_the_readmes_picture():
@@ -174,7 +191,7 @@ def record(allocator: str, **fields) -> Record:
 def test_a_broken_record_is_named_before_anything_is_measured(tmp_path, text):
     (tmp_path / "wkv-cpu-default.json").write_text(text)
     with pytest.raises(BrokenRecord, match=r"wkv-cpu-default\.json:") as error:
-        run(["wkv"], tmp_path, quick=True, platform="cpu", allocators=["default"])
+        run(tmp_path, quick=True, platform="cpu", names={"default": ["wkv"]})
     assert "\n" not in str(error.value)
 
 
@@ -210,6 +227,7 @@ def test_a_family_has_what_the_command_needs(name):
     assert 0 < len(quick) <= len(full)
     assert next(iter(module.contenders)) == OURS
     for problem in full:
+        assert {OURS} <= {*(problem.solved_by or module.contenders)} <= {*module.contenders}
         for part in problem.parts:
             against = {"torch", "JAX peer", "limit", *module.contenders}
             assert set(problem.targets(part, "cpu")) <= against

@@ -3,11 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.families.plain.pairs import PAIRS, Pair
+from benchmarks.oracle import in_float64
 from benchmarks.problem import OURS, Contenders, Problem, operator
 from benchmarks.report.plot import RowsByAllocator
 
@@ -43,12 +43,7 @@ class Operator(Problem):
 
     def oracle(self):
         """Computes the plain version in float64."""
-        jax.config.update("jax_platforms", "cpu")  # the timings run in other processes
-        with jax.enable_x64(True):
-            wide = {name: jnp.asarray(x, jnp.float64) for name, x in self.arrays().items()}
-            y, pullback = jax.vjp(jax.jit(lambda arrays: self.pair.plain(**arrays)), wide)
-            (gradients,) = pullback(jnp.asarray(self.cotangent(), jnp.float64))
-        return {name: np.asarray(x) for name, x in {"y": y, **gradients}.items()}
+        return in_float64(self.pair.plain, self.arrays(), self.cotangent())
 
     def targets(self, part, platform):
         """No operator takes longer than its plain version."""
