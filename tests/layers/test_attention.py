@@ -34,11 +34,12 @@ def test_a_view_sets_the_caches_of_a_model():
 def test_without_a_limit_whole_sequences_have_any_length(x64):
     layer, x = build(rngs=nnx.Rngs(0)), np.random.default_rng(0).standard_normal((2, 30, 8))
     lengths = np.array([30, 4])
-    y, state = jax.jit(layer.__call__)(x, lengths=lengths)
+    call = jax.jit(layer.__call__)
+    y, state = call(x, lengths=lengths)
     np.testing.assert_array_equal(state.position, lengths)
-    expected, _ = nnx.view(layer, max_length=30)(x, lengths=lengths)
+    expected, _ = jax.jit(nnx.view(layer, max_length=30).__call__)(x, lengths=lengths)
     assert_same(y, expected, "outputs")
-    assert_same(layer(x[1, :4])[0], y[1, :4], "a row without a batch")
+    assert_same(call(x[1, :4])[0], y[1, :4], "a row without a batch")
     with pytest.raises(ValueError, match="max_length: expected the length"):
         layer(x, state)
 
@@ -130,9 +131,9 @@ def test_a_step_of_several_states_at_once(x64):
     x = jnp.asarray(rng.standard_normal((3, 2, 8)))
     gradient = jax.grad(lambda x, state: jnp.sum(jnp.sin(layer.step(x, state)[0])))
     for function in (lambda x, state: layer.step(x, state)[0], gradient):
-        found = jax.jit(jax.vmap(function))(x, states)
+        found, one = jax.jit(jax.vmap(function))(x, states), jax.jit(function)
         for i in range(3):
-            expected = function(x[i], jax.tree.map(lambda a: a[i], states))  # noqa: B023
+            expected = one(x[i], jax.tree.map(lambda a: a[i], states))  # noqa: B023
             assert_same(found[i], expected, f"state {i}")
 
 
@@ -150,14 +151,13 @@ def test_an_export_for_any_number_of_steps_attends_over_several_tiles(x64, layer
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
     shape = jax.ShapeDtypeStruct((2, *export.symbolic_shape("t"), 8), x.dtype)
-    exported = export.export(jax.jit(outputs_and_gradients))(params, shape)
-    found, expected = exported.call(params, x), outputs_and_gradients(params, x)
+    compiled = jax.jit(outputs_and_gradients)
+    found, expected = export.export(compiled)(params, shape).call(params, x), compiled(params, x)
     jax.tree.map(lambda a, b: assert_same(a, b, "any number of steps"), found, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_the_gradient_of_a_cache_narrower_than_the_queries(x64, dtype):
+def test_the_gradient_of_a_cache_narrower_than_the_queries(x64):
     """It is that of a cache in the queries' dtype."""
     layer = build(max_length=9, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).standard_normal((2, 9, 8))
@@ -168,13 +168,13 @@ def test_the_gradient_of_a_cache_narrower_than_the_queries(x64, dtype):
             return jnp.sum(jnp.sin(layer(x, state._replace(keys=cache[0], values=cache[1]))[0]))
 
         cache = tuple(array.astype(dtype) for array in rounded)
-        return jax.grad(loss, argnums=(0, 1))(x[:, 5:], cache)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x[:, 5:], cache)
 
-    rounded = [array.astype(dtype) for array in state[1:]]
-    (of_x, of_cache), (expected, expected_of_cache) = gradients(dtype), gradients(x.dtype)
+    rounded = [array.astype(jnp.float16) for array in state[1:]]
+    (of_x, of_cache), (expected, expected_of_cache) = gradients(jnp.float16), gradients(x.dtype)
     assert_same(of_x, expected, "x")
     for found, whole in zip(of_cache, expected_of_cache, strict=True):
-        assert found.dtype == dtype
+        assert found.dtype == jnp.float16
         np.testing.assert_allclose(found, whole, rtol=2e-3, atol=1e-4)
 
 
@@ -183,10 +183,10 @@ def test_attention_without_a_mask_is_causal(x64, window):
     q, k, v = (np.random.default_rng(0).standard_normal((2, 300, n, 4)) for n in (4, 2, 2))
     distance = np.arange(300)[:, None] - np.arange(300)
     mask = np.broadcast_to((distance >= 0) & (distance < (window or 300)), (2, 300, 300))
-    expected = ops.attention(q, k, v, mask)
-    assert_same(ops.attention(q, k, v, window=window), expected, "in tiles")
-    with_dropout = ops.attention(q, k, v, window=window, dropout=lambda weights: weights)
-    assert_same(with_dropout, expected, "as a whole")
+    expected = jax.jit(ops.attention)(q, k, v, mask)
+    for options, what in (({}, "in tiles"), ({"dropout": lambda weights: weights}, "as a whole")):
+        y = jax.jit(partial(ops.attention, window=window, **options))(q, k, v)
+        assert_same(y, expected, what)
     with pytest.raises(ValueError, match="k: expected the 299 steps of q"):
         ops.attention(q[:, 1:], k, v)
     with pytest.raises(ValueError, match="window: expected None with a mask"):
@@ -199,13 +199,15 @@ def test_dropout_of_weights_continues_from_a_state(x64):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
     empty = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 9, 2, 4)))
     options = {"dropout": lambda weights: weights * 2, "holds_whole_document": True}
-    whole, _ = ops.local_attention(q, k, v, empty, empty=True, **options)
-    _, state = ops.local_attention(q[:, :5], k[:, :5], v[:, :5], empty, **options)
-    rest, _ = ops.local_attention(q[:, 5:], k[:, 5:], v[:, 5:], state, **options)
+    attend = partial(ops.local_attention, **options)
+    whole, _ = jax.jit(partial(attend, empty=True))(q, k, v, empty)
+    call = jax.jit(attend)
+    _, state = call(q[:, :5], k[:, :5], v[:, :5], empty)
+    rest, _ = call(q[:, 5:], k[:, 5:], v[:, 5:], state)
     assert_same(rest, whole[:, 5:], "outputs")
-    step, _ = ops.local_attention(q[:, 5:6], k[:, 5:6], v[:, 5:6], state, **options)
+    step, _ = call(q[:, 5:6], k[:, 5:6], v[:, 5:6], state)
     assert_same(step, whole[:, 5:6], "a single step")
-    assert_same(whole, 2 * ops.attention(q, k, v), "twice as large")
+    assert_same(whole, 2 * jax.jit(ops.attention)(q, k, v), "twice as large")
 
 
 @pytest.mark.parametrize(
@@ -225,4 +227,4 @@ def test_dropout_of_weights_continues_from_a_state(x64):
 )
 def test_options_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Attention(8, 4, **{"num_kv_heads": 2} | options, rngs=nnx.Rngs(0))
+        nnx.eval_shape(lambda: Attention(8, 4, **{"num_kv_heads": 2} | options, rngs=nnx.Rngs(0)))

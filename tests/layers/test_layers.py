@@ -166,8 +166,7 @@ def test_layers_of_layers_have_their_layout_and_dtypes(build):
     assert Reversed(lstm(time_major=True)).time_major
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(("dtype", "x64"), [(np.int64, False), (np.int32, True), (np.uint8, True)])
 def test_lengths_of_any_integers_inside_and_outside_jit(dtype, x64):
     with jax.enable_x64(x64):
         layer, x, lengths = lstm(bidirectional=True), inputs(2, 3, 5), np.array([3, 1], dtype)

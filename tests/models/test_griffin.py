@@ -17,7 +17,7 @@ from parity_tests.engine.bounds.tolerance import assert_same
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "before"), [(4, 11), (1, 0), (2, 3), (9, 3), (40, 11)])
+@pytest.mark.parametrize(("window", "before"), [(4, 11), (1, 0), (40, 11)])
 def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
     """Compares outputs and gradients for packed documents, in pieces that pass on their state."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)

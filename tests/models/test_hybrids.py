@@ -204,18 +204,10 @@ def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
 def test_folders_without_the_model_are_refused(tmp_path):
     config = MODELS["qwen3_5_text"]
     folder_of(config, tmp_path, "hf-file")
-    for fields, message in (
-        ({"model_type": "qwen3_5_vision"}, "expected a model of .*, got qwen3_5_vision$"),
-        (
-            {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]},
-            "got Qwen3_5MoeForCausalLM, a mixture of experts$",
-        ),
-        (config.to_hf() | {"hidden_size": 16}, "expected shape"),
-        (config.to_hf() | {"layer_types": [FULL, LINEAR]}, "does not fit"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match=message):
-            load_pretrained(tmp_path)
+    fields = config.to_hf() | {"layer_types": [FULL, LINEAR]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="does not fit"):
+        load_pretrained(tmp_path)
     save_file({"model.visual.x": np.zeros(3)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
@@ -270,7 +262,6 @@ def quantized(dtype: str, *scales: str):
 BAD_FOLDERS = [
     ({"model_type": "a_moe", "architectures": ["AMoe"]}, None, "got AMoe, a mixture of experts$"),
     ({"model_type": "qwen3_5_vision", "architectures": None}, None, "got qwen3_5_vision$"),
-    ({"quantization_config": {"quant_method": "fp8"}}, None, "quantization_config: .*got fp8"),
     ({"num_experts": 8}, None, "num_experts: expected none"),
     ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
     ({}, quantized("int8", "_scale"), "floating numbers, got int8; .*key .*weight_scale(;|$)"),

@@ -1,9 +1,5 @@
 """Compares silero-VAD with the TorchScript of its package, with the published weights."""
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +20,6 @@ from parity_tests.engine.bounds.tolerance import assert_same, group_error
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.torch_reference import TorchReference
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = find_spec("silero_vad")  # not imported, because that reduces torch's threads
 if PACKAGE is None:
     pytest.skip("silero-vad is not installed", allow_module_level=True)
@@ -192,28 +187,3 @@ def test_the_stft_is_not_trained_and_dropout_is_off_in_eval():
 def test_refuses(argument, call):
     with pytest.raises((TypeError, ValueError), match=argument):
         call(model_of(SHIPPED._model.state_dict()))
-
-
-@pytest.mark.slow
-def test_the_example_fine_tunes_and_writes_what_the_package_loads(tmp_path):
-    """Trains on noise that is labeled as speech, and on voices that are not."""
-    audio = recordings(16000)[:2]
-    labels = np.zeros((2, 24))
-    labels[1] = 1
-    np.savez(tmp_path / "recordings.npz", audio=audio, labels=labels)
-    example = ROOT / "examples" / "finetune_silero_vad.py"
-    command = [sys.executable, str(example), "--recordings", "recordings.npz"]
-    # Run it as a user would, with JAX's default promotion.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert losses[-1] < losses[0] / 2
-    tuned = torch.jit.load(str(tmp_path / "tuned.jit"))
-    tuned.eval()
-    with torch.no_grad():
-        chunks = torch.from_numpy(audio).split(512, dim=1)
-        y = torch.cat([tuned(chunk, 16000) for chunk in chunks], dim=1)
-    assert y[1].mean() > y[0].mean()
-    ours, _ = model_of(tuned._model.state_dict())(audio)
-    np.testing.assert_allclose(ours, y, atol=1e-5)

@@ -106,13 +106,15 @@ def results_and_gradients(operator, x, dtype, **options):
     }
 
 
-ROW_SCANS = [(1, 1, 5, 0), (3, 2, 130, 0), (1, 127, 130, 0), (3, 127, 5, 256), (1, 70, 130, 128)]
+ROW_SCANS = [(1, 1, 5, 0), (3, 37, 130, 0), (1, 70, 130, 128)]
+MASKED_ROW_SCAN = (3, 127, 5, 256)
 """Batch, time, features and, if not 0, the width of a block.
 
-The last two are cut into blocks of 32 steps: one into blocks of 2 rows with all features, the other
-into blocks of 1 row with 128 features."""
-DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
-"""Batch, time, heads, keys and values. Blocks have 4 rows, so the second size needs padding."""
+Those with a width are cut into blocks of 32 steps: the first into blocks of 1 row with 128
+features, the masked one into blocks of 2 rows with all features."""
+DELTA_SIZES = [(1, 1, 1, 5, 5), (1, 32, 1, 3, 20)]
+MASKED_DELTA_SIZE = (3, 37, 2, 5, 4)
+"""Batch, time, heads, keys and values. Blocks have 4 rows, so the masked size needs padding."""
 
 
 @pytest.mark.slow
@@ -121,9 +123,9 @@ DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
     [
         *itertools.product(OPERATORS, ROW_SCANS, [False]),
         *itertools.product(DELTA_RULES, DELTA_SIZES, [False]),
-        *itertools.product(OPERATORS, [ROW_SCANS[3]], [True]),
-        *itertools.product(DELTA_RULES, [DELTA_SIZES[1]], [True]),
-        (partial(corrected, min_log_w=-1.0), DELTA_SIZES[1], True),
+        *itertools.product(OPERATORS, [MASKED_ROW_SCAN], [True]),
+        *itertools.product(DELTA_RULES, [MASKED_DELTA_SIZE], [True]),
+        (partial(corrected, min_log_w=-1.0), MASKED_DELTA_SIZE, True),
         (gated, (1, 130, 2, 5, 4), False),
     ],
 )

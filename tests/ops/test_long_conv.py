@@ -14,7 +14,7 @@ from jax_models import ops
 from jax_models.ops import empty_long_conv_state, long_conv
 from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 
-METHODS = ("auto", "rfft", "twisted")
+METHODS = ("rfft", "twisted")
 
 
 def signals(batch: int, features: int, time: int):

@@ -41,7 +41,7 @@ def loop(a, b, h0, *, reverse=False):
     ("method", "kind"),
     [(method, turn) for method in METHODS for turn in ("real", "complex")] + [(KERNEL, "real")],
 )
-@pytest.mark.parametrize(("time", "reverse"), [(1, False), (2, True), (13, False), (64, True)])
+@pytest.mark.parametrize(("time", "reverse"), [(1, False), (13, False), (64, True)])
 def test_linear_recurrence_is_the_loop(x64, method, kind, time, reverse):
     inputs = recurrence_inputs(3, time, 5)
     inputs = turning(*inputs) if kind == "complex" else inputs

@@ -3,13 +3,15 @@
 `test_derivatives.py` tests the derivatives, and the registry the results.
 """
 
+from functools import partial
+
 import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_models import GRU, LSTM, RNN, ops
+from jax_models import GRU, LSTM, RNN, HyperLSTM, LayerNormLSTM, ops
 
 
 @pytest.mark.parametrize("layer", [RNN, LSTM, GRU])
@@ -23,6 +25,17 @@ def test_the_loops_have_one_product_each(layer):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, jnp.ones((3, 6, 3)))
     assert list(products_in_loops(jaxpr.jaxpr)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "products"),
+    [(partial(LayerNormLSTM, 3, 5), 1), (partial(HyperLSTM, 3, 5, 4, 2), 4)],
+)
+def test_only_what_is_recurrent_is_in_the_loop(layer, products):
+    """A HyperLSTM has products of h, of h with ĥ, of ĥ and of z, but none of x."""
+    layer = layer(rngs=nnx.Rngs(0))
+    jaxpr = jax.make_jaxpr(lambda x: layer(x)[0])(jnp.ones((2, 6, 3)))
+    assert list(products_in_loops(jaxpr.jaxpr)) == [products]
 
 
 def products_in_loops(jaxpr):

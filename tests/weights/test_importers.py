@@ -1,5 +1,6 @@
 """Recurrent layers of ONNX and Keras, compared with ONNX's evaluator and with Keras."""
 
+import itertools
 import os
 from functools import partial
 from importlib import import_module
@@ -109,10 +110,9 @@ def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool =
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("op", "options"), VARIANTS)
-@pytest.mark.parametrize("layout", [0, 1])
-def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, layout, x64):
+def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, x64):
     """The exported weights are bitwise equal, too."""
-    for bias in (True, False):
+    for layout, bias in ((0, True), (1, False)):
         model, inputs = random_node(op, direction, bias=bias, layout=layout, **options)
         evaluator = ReferenceEvaluator(model)
         results = run(model, inputs)
@@ -273,8 +273,16 @@ KERAS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", ["", ", go_backwards", ", Bidirectional"])
-@pytest.mark.parametrize("name", KERAS)
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        *((name, "") for name in KERAS),
+        *itertools.product(
+            ("LSTM with zeros in the padding", "GRU", "SimpleRNN by relu", "RNN of cells"),
+            (", go_backwards", ", Bidirectional"),
+        ),
+    ],
+)
 def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64):
     """The exported weights are those of Keras, too."""
     name += wrapper

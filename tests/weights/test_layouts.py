@@ -6,16 +6,19 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from flax import nnx
 from published import (
+    FAMILIES,
     GRIFFIN,
     HIPPOGRIFF,
     HYENA_DNA,
     MODELS,
     RWKV7,
+    abstract,
     assert_same_weights,
     build,
     fields_without_shape,
+    initial,
+    weights_of,
 )
 
 from jax_models import (
@@ -48,37 +51,35 @@ CONFIGS = MODELS | {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_layout_is_read_with_the_config_of_its_shapes(name):
     config = CONFIGS[name]
-    model, options = build(config), fields_without_shape(config)
-    for layout in model.torch_layouts():
-        weights = to_torch(model, layout)
+    options = fields_without_shape(config)
+    for layout in initial(config).torch_layouts():
+        weights = weights_of(config, layout)
         assert config_of(weights, **options) == config, layout
-        loaded = from_torch(nnx.eval_shape(lambda: build(config)), weights, layout)
-        assert_same_weights(to_torch(loaded), to_torch(model))
+        loaded = from_torch(abstract(config), weights, layout)
+        assert_same_weights(to_torch(loaded), weights_of(config))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tied_keys_may_be_repeated_or_left_out(name):
     """A tied head, for example, may be in a checkpoint in any layout that has a key for it."""
     config = MODELS[name]
-    model, options = build(config), fields_without_shape(config)
-    tables = model.torch_layouts()
+    tables, options = initial(config).torch_layouts(), fields_without_shape(config)
     names = {layout: {key for row in table for key in row.keys} for layout, table in tables.items()}
     for layout, table in tables.items():
-        for row in (row for row in table if row.tied):
-            weights = to_torch(model, layout)
-            array = weights[row.keys[0]]
-            for there in (row.tied, row.tied[:1], row.tied[-1:]):
-                others = {key: a for key, a in weights.items() if key not in row.tied}
-                given = others | dict.fromkeys(there, array)
-                abstract = nnx.eval_shape(lambda: build(config))
-                loaded = from_torch(abstract, given, layout)
+        weights, rows = weights_of(config, layout), [row for row in table if row.tied]
+        untied = weights.keys() - {key for row in rows for key in row.tied}
+        for there in (np.s_[:], np.s_[:1], np.s_[-1:]) if rows else ():
+            given = {key: weights[key] for key in untied}
+            for row in rows:
+                given |= dict.fromkeys(row.tied[there], weights[row.keys[0]])
+            loaded = from_torch(abstract(config), given, layout)
+            assert_same_weights(to_torch(loaded, layout), weights)
+            # Without the layout's name, the keys identify it, unless they are another layout's.
+            if config.layouts[layout].embedding in given and given.keys() not in names.values():
+                assert config_of(given, **options) == config
+                loaded = from_torch(abstract(config), given)
                 assert_same_weights(to_torch(loaded, layout), weights)
-                # Without the layout's name, the keys identify it, unless they are another layout's.
-                if config.layouts[layout].embedding in given and given.keys() not in names.values():
-                    assert config_of(given, **options) == config
-                    loaded = from_torch(nnx.eval_shape(lambda: build(config)), given)
-                    assert_same_weights(to_torch(loaded, layout), weights)
 
 
 TRAINING = {"remat", "scan_layers"}
@@ -131,14 +132,13 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_no_checkpoint_of_the_model_is_refused(name, edit):
     config = MODELS[name]
     if "0, 1" in edit and "num_layers" in next(iter(config.layouts.values())).sizes:
         return  # its blocks are not numbered
-    model = build(config)
-    layout = next(iter(model.torch_layouts()))
-    edited = EDITS[edit](to_torch(model, layout), config.layouts[layout])
+    layout = next(iter(initial(config).torch_layouts()))
+    edited = EDITS[edit](weights_of(config, layout), config.layouts[layout])
     with pytest.raises((TypeError, ValueError), match=edit):
         type(config).from_state_dict(edited)
 
@@ -157,7 +157,7 @@ POSITIONS = "backbone.layers.1.mixer.filter_fn.pos_emb.z"
     ],
 )
 def test_weights_that_contradict_each_other_are_refused(message, config, change):
-    weights = to_torch(build(config)) | change
+    weights = weights_of(config) | change
     with pytest.raises(ValueError, match=message):
         from_torch(build(config_of(weights, **fields_without_shape(config))), weights)
 
@@ -176,7 +176,7 @@ FOLDER = ", or load the folder with the config.json"
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):
-    weights = to_torch(build(config))
+    weights = weights_of(config)
     message = f"{name}: no shape determines it; pass {name}=…{way_out}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         config_of(weights)
@@ -188,7 +188,7 @@ def test_a_config_without_sizes_is_not_guessed():
         layouts: ClassVar = {"hawk": HawkLanguageModelConfig.layouts["hawk"]._replace(sizes={})}
 
     config = Unsized(features=8, num_layers=1, mlp_features=8)
-    weights = to_torch(build(config))
+    weights = weights_of(config)
     with pytest.raises(NotImplementedError, match=r"^Unsized: no layout says how"):
         Unsized.from_state_dict(weights)
     assert Unsized.from_state_dict(weights, **vars(config)) == config
@@ -225,7 +225,7 @@ def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match="weights:"):
         griffin_from_weights([1])
     with pytest.raises(ValueError, match=r"^num_kv_heads: expected a positive integer, got 0$"):
-        type(HIPPOGRIFF).from_state_dict(to_torch(build(HIPPOGRIFF)), num_kv_heads=0)
+        type(HIPPOGRIFF).from_state_dict(weights_of(HIPPOGRIFF), num_kv_heads=0)
 
 
 @pytest.mark.parametrize(

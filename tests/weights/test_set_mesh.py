@@ -40,6 +40,11 @@ EIGHT = {"JAX_NUM_CPU_DEVICES": "8", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
 """Eight devices, which run one program after the other, so that no two wait for each other."""
 
 
+only_on_eight = pytest.mark.skipif(
+    not EIGHT.items() <= os.environ.items(), reason="`test_on_eight_devices` runs it"
+)
+
+
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
 def mesh(request):
     """A mesh of all devices: one, or eight in `test_on_eight_devices`."""
@@ -132,6 +137,7 @@ LOADERS = {
 
 
 @pytest.mark.slow
+@only_on_eight
 @pytest.mark.parametrize("name", LOADERS)
 def test_whatever_loads_is_placed(name, mesh, tmp_path):
     load = LOADERS[name](tmp_path)
@@ -176,6 +182,7 @@ def test_what_does_not_fit_the_mesh_is_named(mesh):
 
 
 @pytest.mark.slow
+@only_on_eight
 def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.__main__, "report", lambda *_: None)
 

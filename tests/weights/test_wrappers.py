@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from published import MODELS, build
+from published import MODELS, abstract
 from torch.nn import utils
 from torch.nn.utils import parametrizations, prune
 
@@ -95,7 +95,7 @@ def test_a_table_that_is_compared_or_drafted_has_no_row_for_a_wrapped_weight():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_published_layout_looks_wrapped(name):
-    for table in build(MODELS[name]).torch_layouts().values():
+    for table in abstract(MODELS[name]).torch_layouts().values():
         assert not find_wrapped(key for row in table for key in row.keys)
 
 
