@@ -201,7 +201,7 @@ STOPPED = {  # all values are right, and a gradient is not
     "": lambda r: r.y.mean(1) + r.h[-1] + r.x.mean(1),
     "outputs": lambda r: stop(r.y).mean(1) + r.h[-1] + r.x.mean(1),
     "state": lambda r: r.y.mean(1) + stop(r.h[-1]) + r.x.mean(1),
-    "outputs and state": lambda r: stop(r.y.mean(1) + r.h[-1]) + r.x.mean(1),
+    "outputs and state": lambda r: stop(r.y).mean(1) + stop(r.h[-1]) + r.x.mean(1),
     "input": lambda r: r.y.mean(1) + r.h[-1] + stop(r.x).mean(1),
 }
 DETACHED = {  # only torch stops a gradient
