@@ -75,19 +75,9 @@ def flax_rnn_rows(inner, outer):
     ]
 
 
-class Scan(nnx.Module):
-    """A scan whose carry is float32, whatever dtype its weights have, as in `nnx.RNN`."""
-
-    def __init__(self):
-        self.cell = nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        start = jnp.zeros((len(x), 4), jnp.float32)
-        return jax.lax.scan(self.cell, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
-
-
-def nnx_scan():
-    return Scan(), flax_rnn_rows("dense_i", "dense_h")
+def nnx_rnn():
+    cell = nnx.SimpleCell(3, 4, dtype=None, rngs=nnx.Rngs(0))
+    return nnx.RNN(cell), flax_rnn_rows("dense_i", "dense_h")
 
 
 def linen_rnn():
@@ -96,7 +86,7 @@ def linen_rnn():
     return (module, variables), flax_rnn_rows("i", "h")
 
 
-@pytest.mark.parametrize("build", [nnx_scan, pytest.param(linen_rnn, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [nnx_rnn, pytest.param(linen_rnn, marks=pytest.mark.slow)])
 def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
     model, table = build()
     twin = torch.nn.RNN(3, 4, batch_first=True)
@@ -152,7 +142,7 @@ def test_only_the_calls_of_the_program_that_ran_are_traced():
 
 def test_a_model_that_x64_cannot_trace_is_trained_in_float64():
     twin, x = torch.nn.RNN(3, 4, batch_first=True), np.random.default_rng(0).random((2, 5, 3))
-    model, table = nnx_scan()
+    model, table = nnx_rnn()
     twin.bias_hh_l0.requires_grad_(False)  # the sum of two trained biases would move twice as fast
 
     def report(factor):
