@@ -240,7 +240,8 @@ def attended(m, xp, run, fault, x):
     y, h, c = run("rnn", x)
     query = m.query({"cell state": c[0], "last step": y[:, 0]}.get(fault, h[0]))
     scores = (y * query[:, None]).sum(-1)
-    shares = xp.exp(scores) / xp.exp(scores).sum(0 if fault == "batch" else 1)[..., None]
+    shares = xp.exp(scores)
+    shares = shares / (shares.sum(0) if fault == "batch" else shares.sum(1)[:, None])
     if fault == "no softmax":
         shares = scores
     context = (shares[..., None] * (x if fault == "of inputs" else y)).sum(1)
