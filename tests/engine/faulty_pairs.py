@@ -112,11 +112,24 @@ def called(block, x):
     return block(x)
 
 
+def mapped(function):
+    """Applies a function of a block and its input to each block."""
+    return lambda blocks: [partial(function, block) for block in blocks]
+
+
+def scanned(blocks):
+    """Scans over the stacked blocks, all of which have the fault of the last one."""
+    graphdefs, states = zip(*map(nnx.split, blocks), strict=True)
+    stacked = nnx.merge(graphdefs[-1], jax.tree.map(lambda *each: jnp.stack(each), *states))
+    return [partial(nnx.scan(called, in_axes=(0, nnx.Carry), out_axes=nnx.Carry), stacked)]
+
+
 TRANSFORMS = {
-    "as it is": lambda block: block,
-    "nnx.jit": lambda block: partial(nnx.jit(called), block),
-    "nnx.remat": lambda block: partial(nnx.remat(called), block),
-    "nnx.vmap": lambda block: partial(nnx.vmap(called, in_axes=(None, 0)), block),
+    "as it is": mapped(called),
+    "nnx.jit": mapped(nnx.jit(called)),
+    "nnx.remat": mapped(nnx.remat(called)),
+    "nnx.vmap": mapped(nnx.vmap(called, in_axes=(None, 0))),
+    "nnx.scan": scanned,
 }
 
 
@@ -130,7 +143,7 @@ class Model(nnx.Module):
         self.fault, self.transform = fault, transform
 
     def __call__(self, tokens):
-        blocks = map(TRANSFORMS[self.transform], self.blocks)
+        blocks = TRANSFORMS[self.transform](self.blocks)
         return run_model(self.fault, self.embed, blocks, self.head, tokens)
 
 
@@ -160,39 +173,6 @@ def of_nnx(fault, transform="as it is"):
     return Model(fault, transform), table()
 
 
-def of_nnx_scan(fault):
-    """A model that scans over its stacked blocks, all of which have the fault."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Block(fault, nnx.Rngs(0))))
-    keys = {"scale": "weight", "kernel": "weight", "bias": "bias"}
-
-    def load(weights):
-        def stack(part, name):
-            each = [weights[f"blocks.{i}.{part}.{keys[name]}"] for i in range(NUM_BLOCKS)]
-            return jnp.stack([jnp.asarray(weight).T for weight in each])
-
-        paths = [path for path, _ in nnx.to_flat_state(state)]
-        return {**weights, "blocks": {".".join(path): stack(*path) for path in paths}}
-
-    def function(weights, tokens):
-        values = [
-            (path, variable.replace(weights["blocks"][".".join(path)]))
-            for path, variable in nnx.to_flat_state(state)
-        ]
-        block = nnx.merge(graphdef, nnx.from_flat_state(values))
-        blocks = nnx.scan(called, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        embed, head = embed_and_head(weights)
-        return run_model(fault, embed, [partial(blocks, block)], head, tokens)
-
-    return function, load
-
-
-def embed_and_head(weights, named=lambda name, x: x):
-    return (
-        lambda tokens: named("embed", weights["embed.weight"][tokens]),
-        lambda x: named("head", x @ weights["head.weight"].T + weights["head.bias"]),
-    )
-
-
 def of_function(fault, named=lambda name, x: x):
     def norm(weights, prefix, fault, x):
         mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
@@ -210,7 +190,8 @@ def of_function(fault, named=lambda name, x: x):
             )
             return named(f"blocks.{i}", jax.checkpoint(partial(run_block, fault, *parts))(x))
 
-        embed, head = embed_and_head(weights, named)
+        embed = lambda tokens: named("embed", weights["embed.weight"][tokens])  # noqa: E731
+        head = partial(dense, weights, "head")
         blocks = [partial(block, i, each) for i, each in enumerate(faults_of_blocks(fault))]
         return run_model(fault, embed, blocks, head, tokens)
 
@@ -242,14 +223,11 @@ class LinenModel(flax.linen.Module):
         )
 
 
-def of_linen(fault, form="a function"):
+def of_linen(fault, form="a pair"):
     module = LinenModel(fault)
     rows, variables = table(block="block_{}."), module.init(jax.random.key(0), TOKENS)
-    load = loader(variables["params"], rows)
-    if form == "a function":
-        return module.apply, lambda weights: {"params": load(weights)}
     if form == "a loader":
-        return module, load
+        return module, loader(variables["params"], rows)
     if form == "ToNNX":
         model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
         nnx.bridge.lazy_init(model, TOKENS)
@@ -257,7 +235,7 @@ def of_linen(fault, form="a function"):
     return module.bind(variables) if form == "bound" else (module, variables), rows
 
 
-def of_haiku(fault, form="a function"):
+def of_haiku(fault, form="a pair"):
     haiku = pytest.importorskip("haiku")
 
     class HaikuBlock(haiku.Module):
@@ -286,12 +264,10 @@ def of_haiku(fault, form="a function"):
     rows = table("", "block_{}/", embed="embeddings", norm=("scale", "offset"), dense=("w", "b"))
     if "pair" in form:
         return (transformed, variables), rows
-    without_rng = haiku.without_apply_rng(transformed)
-    model = without_rng.apply if form == "a function" else without_rng
-    return model, loader(variables, rows)
+    return haiku.without_apply_rng(transformed), loader(variables, rows)
 
 
-def of_equinox(fault, form="a function"):
+def of_equinox(fault, form="a table"):
     equinox = pytest.importorskip("equinox")
     key = jax.random.key(0)
 
@@ -329,32 +305,29 @@ def of_equinox(fault, form="a function"):
         equinox.nn.Linear(FEATURES, 3, key=key),
     )
 
-    params, static = equinox.partition(model, equinox.is_array)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if form == "a table":
+        return model, [same(name, name) for name in TorchModel().state_dict()]
 
     def load(weights):
-        arrays = jax.tree.unflatten(tree, [jnp.asarray(weights[name]) for name in names])
-        return equinox.combine(arrays, static)
+        def loaded(path, leaf):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return jnp.asarray(weights[name]) if equinox.is_array(leaf) else leaf
 
-    if form == "a function":
-        return lambda weights, tokens: equinox.nn.inference_mode(load(weights))(tokens), dict
-    if form == "a function of a model":
-        return lambda model, tokens: equinox.nn.inference_mode(model)(tokens), load
-    return model, load if form == "a loader" else [same(name, name) for name in names]
+        return jax.tree_util.tree_map_with_path(loaded, model)
+
+    if form == "a loader":
+        return model, load
+    return lambda model, tokens: equinox.nn.inference_mode(model)(tokens), load
 
 
-def of_keras(fault, form="a function"):
+def of_keras(fault, form="a table"):
     keras = pytest.importorskip("keras")
-    is_function = form == "a function"
-    dtype = "float64" if is_function else "float32"
-    dense = partial(keras.layers.Dense, dtype=dtype)
 
     class KerasNorm(keras.layers.Layer):
         """A norm with epsilon in torch's place."""
 
         def __init__(self, fault):
-            super().__init__(name="norm", dtype=dtype)
+            super().__init__(name="norm")
             self.fault = fault
 
         def build(self, shape):
@@ -367,11 +340,11 @@ def of_keras(fault, form="a function"):
 
     class KerasBlock(keras.layers.Layer):
         def __init__(self, fault, name):
-            super().__init__(dtype=dtype, name=name)
+            super().__init__(name=name)
             self.norm, self.fault = KerasNorm(fault), fault
-            self.up, self.down = dense(6, name="up"), dense(FEATURES, name="down")
-            # A function would have to pass the state of Dropout's random numbers, too.
-            self.drop = keras.layers.Identity() if is_function else keras.layers.Dropout(0.5)
+            self.up = keras.layers.Dense(6, name="up")
+            self.down = keras.layers.Dense(FEATURES, name="down")
+            self.drop = keras.layers.Dropout(0.5)
 
         def call(self, x):
             down = lambda h: self.down(self.drop(h))  # noqa: E731
@@ -379,38 +352,31 @@ def of_keras(fault, form="a function"):
 
     class KerasModel(keras.Model):
         def __init__(self):
-            super().__init__(dtype=dtype, name="model")
-            embedding = partial(keras.layers.Embedding, dtype=dtype)
-            self.embed = embedding(NUM_TOKENS, FEATURES, name="embed")
+            super().__init__(name="model")
+            self.embed = keras.layers.Embedding(NUM_TOKENS, FEATURES, name="embed")
             faults = enumerate(faults_of_blocks(fault))
             self.blocks = [KerasBlock(fault, f"block_{i}") for i, fault in faults]
-            self.head = dense(3, name="head")
+            self.head = keras.layers.Dense(3, name="head")
 
         def call(self, tokens):
             return run_model(fault, self.embed, self.blocks, self.head, tokens)
 
     model = KerasModel()
     model(TOKENS)
+    if form == "a table":
+        return model, table("model/", "block_{}/", "/", "embeddings", ("gamma", "beta"))
 
     def load(weights):
-        return [
-            jnp.asarray(weight).T if is_kernel(key) else weight for key, weight in weights.items()
-        ]
+        is_kernel = lambda key: key.endswith("weight") and "embed" not in key  # noqa: E731
+        return [jnp.asarray(w).T if is_kernel(key) else w for key, w in weights.items()]
 
-    def is_kernel(key):
-        return key.endswith("weight") and "embed" not in key
-
-    if is_function:
-        return lambda weights, tokens: model.stateless_call(weights, [], tokens)[0], load
-    if form == "a loader":
-        return model, load
-    return model, table("model/", "block_{}/", "/", "embeddings", ("gamma", "beta"))
+    return model, load
 
 
 FRAMEWORKS = {
     **{f"NNX, {name}": partial(of_nnx, transform=name) for name in TRANSFORMS},
-    "NNX, nnx.scan": of_nnx_scan,
     "Linen": of_linen,
+    "Linen in NNX": partial(of_linen, form="ToNNX"),
     "Equinox": of_equinox,
     "haiku": of_haiku,
     "Keras": of_keras,

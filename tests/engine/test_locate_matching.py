@@ -136,7 +136,7 @@ def test_complex_weights_tell_which_module_is_which():
     assert compared == [("a", "first"), ("b", "middle")]
 
 
-class TorchAttention(torch.nn.Module):
+class TorchSplit(torch.nn.Module):
     """Has one projection, which lists queries, keys and values head by head."""
 
     def __init__(self):
@@ -145,11 +145,10 @@ class TorchAttention(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (2, 3, 4)).unbind(-2)
-        weights = torch.softmax(torch.einsum("thd,shd->hts", q, k), -1)
-        return self.out(torch.einsum("hts,shd->thd", weights, v).flatten(-2))
+        return self.out((torch.sigmoid(q) * k.tanh() + v).flatten(-2))
 
 
-class Attention(nnx.Module):
+class Split(nnx.Module):
     """Has a projection for each of queries, keys and values."""
 
     def __init__(self, fault):
@@ -158,11 +157,10 @@ class Attention(nnx.Module):
         self.k = (Doubled if fault == "keys" else nnx.Linear)(8, 8, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        q, k, v = (p(x).reshape(-1, 2, 4) for p in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
         if self.fault == "gradient":
             v = 2 * v - jax.lax.stop_gradient(v)
-        weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
-        return self.out(jnp.einsum("hts,shd->thd", weights, v).reshape(-1, 8))
+        return self.out(nnx.sigmoid(q) * jnp.tanh(k) + v)
 
 
 class Doubled(nnx.Linear):
@@ -194,7 +192,7 @@ SPLIT = [
 def test_one_projection_that_is_three_here(fault, culprit, direction):
     torch.manual_seed(0)
     x = np.random.default_rng(0).standard_normal((5, 8))
-    location = compare(TorchAttention(), Attention(fault), x, weights=SPLIT, locate=True).location
+    location = compare(TorchSplit(), Split(fault), x, weights=SPLIT, locate=True).location
     assert location.culprit == culprit, f"\n{location}"
     assert direction in location.verdict
     assert ("qkv", "q") in [(visit.torch_name, visit.jax_name) for visit in location.visits]

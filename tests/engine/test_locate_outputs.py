@@ -201,7 +201,7 @@ STOPPED = {  # all values are right, and a gradient is not
     "": lambda r: r.y.mean(1) + r.h[-1] + r.x.mean(1),
     "outputs": lambda r: stop(r.y).mean(1) + r.h[-1] + r.x.mean(1),
     "state": lambda r: r.y.mean(1) + stop(r.h[-1]) + r.x.mean(1),
-    "outputs and state": lambda r: stop(r.y.mean(1) + r.h[-1]) + r.x.mean(1),
+    "outputs and state": lambda r: stop(r.y).mean(1) + stop(r.h[-1]) + r.x.mean(1),
     "input": lambda r: r.y.mean(1) + r.h[-1] + stop(r.x).mean(1),
 }
 DETACHED = {  # only torch stops a gradient
@@ -240,7 +240,8 @@ def attended(m, xp, run, fault, x):
     y, h, c = run("rnn", x)
     query = m.query({"cell state": c[0], "last step": y[:, 0]}.get(fault, h[0]))
     scores = (y * query[:, None]).sum(-1)
-    shares = xp.exp(scores) / xp.exp(scores).sum(0 if fault == "batch" else 1)[..., None]
+    shares = xp.exp(scores)
+    shares = shares / (shares.sum(0) if fault == "batch" else shares.sum(1)[:, None])
     if fault == "no softmax":
         shares = scores
     context = (shares[..., None] * (x if fault == "of inputs" else y)).sum(1)
