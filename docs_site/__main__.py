@@ -32,8 +32,9 @@ ENVIRONMENT = {
     "MPLBACKEND": "agg",
     "XLA_FLAGS": " ".join(QUICK),
 }
-PRELOADED = ["flax.nnx", "jax_models.importers", "parity_tests.report", "torch", "train.__main__"]
-"""What most pages import. None of these modules starts threads, which a fork would not copy."""
+PRELOADED = ["flax.nnx", "jax_models.importers", "parity_tests.report", "torch"]
+"""What most pages import. None of these modules starts a thread, which a fork would not copy, or
+reads the entry points of other packages, to which a page may add its own."""
 
 
 def summary(pages: dict[str, str]) -> str:

@@ -16,10 +16,15 @@ from parity_tests.checks import CHECKS
 from parity_tests.registry import CASES
 
 
-def test_every_public_name_has_one_entry():
+@pytest.fixture(scope="module")
+def api():
+    """The pages of the API reference."""
+    return reference.pages()
+
+
+def test_every_public_name_has_one_entry(api):
     entry = re.compile(r"^\.\. (?:auto\w+|py:data):: (\S+)$", re.MULTILINE)
-    found = "".join(reference.pages().values())
-    described = [path.replace("::", ".") for path in entry.findall(found)]
+    described = [path.replace("::", ".") for path in entry.findall("".join(api.values()))]
     packages = [*reference.OWN]
     for package in reference.OWN:
         modules = pkgutil.walk_packages(import_module(package).__path__, f"{package}.")
@@ -31,6 +36,11 @@ def test_every_public_name_has_one_entry():
     }
     assert public <= {*described}
     assert len(described) == len({*described})
+
+
+def test_the_commands_show_their_options(api):
+    assert "## twinscan train" in api["reference/command_line.md"]
+    assert "--optimizer.learning-rate" in api["reference/command_line.md"]
 
 
 def test_a_docstring_in_restructuredtext():
