@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,6 +25,8 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Starts a process for each page. `main` lets it import what most pages import, once for all."""
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -93,22 +95,14 @@ def run(page: Path, folder: Path) -> list[Output]:
             print what the page shows.
 
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
-    environment |= {"KERAS_BACKEND": "jax", "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    log, record = folder / "log.txt", folder / f"{page.stem}.json"
     with tempfile.TemporaryDirectory() as empty:
-        environment["XDG_CACHE_HOME"] = str(Path(empty) / ".cache")
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, page.resolve(), folder.resolve()],
-            cwd=empty,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{page}: a block fails\n{done.stderr[-4000:]}")
-    outputs = json.loads((folder / f"{page.stem}.json").read_text(encoding="utf-8"))
-    outputs = [Output(**fields) for fields in outputs]
+        process = PROCESSES.Process(target=_run_here, args=(page.resolve(), record, log, empty))
+        process.start()
+        process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{page}: a block fails\n{log.read_text(encoding='utf-8')[-4000:]}")
+    outputs = [Output(**fields) for fields in json.loads(record.read_text(encoding="utf-8"))]
     for block, output in zip(blocks(page.read_text(encoding="utf-8")), outputs, strict=True):
         line = None if block.shown is None else differs(block.shown, output.text)
         if line is not None:
@@ -116,8 +110,13 @@ def run(page: Path, folder: Path) -> list[Output]:
     return outputs
 
 
-def _run_here(page: Path, folder: Path) -> None:
+def _run_here(page: Path, record: Path, log: Path, empty: str) -> None:
     """Runs the blocks of a page in this process, and writes their outputs as JSON."""
+    os.chdir(empty)
+    os.environ["XDG_CACHE_HOME"] = str(Path(empty) / ".cache")
+    with log.open("wb") as file:  # also takes the traceback, and what other processes print
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     text = page.read_text(encoding="utf-8")
     # What looks up a class by the name of its module, such as a dataclass, finds the page.
     module = sys.modules["page"] = ModuleType("page")
@@ -137,12 +136,14 @@ def _run_here(page: Path, folder: Path) -> None:
         if pyplot := sys.modules.get("matplotlib.pyplot"):
             for number in pyplot.get_fignums():
                 figures.append(f"{page.stem}-{len(outputs)}-{number}.png")
-                pyplot.figure(number).savefig(folder / figures[-1], dpi=160, bbox_inches="tight")
+                pyplot.figure(number).savefig(
+                    record.with_name(figures[-1]), dpi=160, bbox_inches="tight"
+                )
             pyplot.close("all")
         outputs.append(Output(printed.getvalue(), figures))
     _run_commands(text[start:], module)
     fields = json.dumps([*map(dataclasses.asdict, outputs)])
-    (folder / f"{page.stem}.json").write_text(fields, encoding="utf-8")
+    record.write_text(fields, encoding="utf-8")
 
 
 def _run_commands(text: str, module: ModuleType) -> None:
@@ -151,7 +152,3 @@ def _run_commands(text: str, module: ModuleType) -> None:
         for commands in SHELL.findall(text):
             for line in commands.splitlines():
                 shell(line)
-
-
-if __name__ == "__main__":
-    _run_here(*map(Path, sys.argv[1:]))

@@ -1,9 +1,8 @@
-"""Typesets the equations of docstrings, which are written in plain Unicode, as `help` shows them.
+"""Turns the equations of docstrings, which are plain Unicode as `help` shows them, into LaTeX.
 
 An indented block of a docstring is an equation unless it is valid Python. Subscripts follow `_`,
-exponents `^`, both with braces if they are longer than one name; two or more spaces begin a new
-column, such as a remark. `latex` turns this notation into LaTeX, and nothing else is assumed about
-it: words are set upright, single letters in italics.
+exponents `^`, both with braces if they are longer than one name. Words are set upright, and two or
+more spaces begin a remark. docutils knows the LaTeX of Unicode's mathematical signs.
 """
 
 import ast
@@ -11,31 +10,13 @@ import re
 import textwrap
 import unicodedata
 
-SYMBOLS = {
-    "⊙": r"\odot", "·": r"\cdot", "×": r"\times", "−": "-", "∗": r"\ast", "*": r"\ast",
-    "⋆": r"\star", "←": r"\leftarrow", "→": r"\to", "≤": r"\le", "≥": r"\ge", "≠": r"\ne",
-    "∂": r"\partial", "∞": r"\infty", "Σ": r"\sum", "Π": r"\prod", "…": r"\ldots",
-    "‖": r"\|", "±": r"\pm", "∈": r"\in",
-    "{": r"\{", "}": r"\}", "%": r"\%", "#": r"\#", "&": r"\&",
-    "α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "δ": r"\delta", "ε": r"\varepsilon",
-    "θ": r"\theta", "κ": r"\kappa", "λ": r"\lambda", "μ": r"\mu", "σ": r"\sigma", "φ": r"\varphi",
-}  # fmt: skip
-SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", [*"0123456789-", r"\top"], strict=True))
-SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
-TOKENS = re.compile(
-    "|".join(
-        [
-            r"(?P<verbatim>`[^`]*`)",
-            r"(?P<number>\d+(?:\.\d+)?(?:e[-−]?\d+)?)",
-            r"(?P<name>[A-Za-zα-ω](?:[A-Za-z0-9α-ω\u0302]|_(?=[A-Za-z0-9]))*)",
-            f"(?P<raised>[{''.join(SUPERSCRIPTS)}]+)",
-            f"(?P<lowered>[{''.join(SUBSCRIPTS)}]+)",
-            r"(?P<script>[_^])",
-            r"(?P<space>\s+)",
-            r"(?P<other>.)",
-        ]
-    )
-)
+from docutils.utils.math.unichar2tex import uni2tex_table
+
+SIGNS = uni2tex_table | {ord("Σ"): r"\sum ", ord("Π"): r"\prod ", ord("·"): r"\cdot "}
+SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "_": "₀₁₂₃₄₅₆₇₈₉"}
+NAME = re.compile(r"(?<![\\A-Za-z])[A-Za-zα-ω]\u0302?[A-Za-z0-9]*(?:_[A-Za-z0-9α-ω]+)*")
+GROUP = r"\(((?:[^()]|\([^()]*\))*)\)"
+BESIDE_OPERATOR = re.compile(r"(?<=[-=<←+−·⊙×*∗⋆/≤]) | (?=[-=<←+−·⊙×*∗⋆/≤])")
 
 
 def is_equation(block: str) -> bool:
@@ -48,111 +29,44 @@ def is_equation(block: str) -> bool:
 
 
 def latex(block: str) -> str:
-    """An equation of a docstring in LaTeX, with a column for each side of its first sign."""
+    """An equation of a docstring in LaTeX, whose lines are aligned at their first `=` or `←`."""
     rows = []
-    for line in textwrap.dedent(block).strip("\n").splitlines():
-        equation, *remarks = re.split(r"(?<=\S) {2,}(?=\S)", line)
-        left, sign, right = _at_sign(equation)
-        cells = rf"{_Parser(left).all()} & {sign} {_Parser(right).all()}"
-        rows.append(cells + "".join(rf" \qquad {_Parser(remark).all()}" for remark in remarks))
+    for line in textwrap.dedent(block).splitlines():
+        cells = [_latex(cell) for cell in re.split(" {2,}", line.strip())]
+        left, *right = re.split(r"(=|\\leftarrow )", cells[0], maxsplit=1)
+        cells[0] = f"{left} & {' '.join(right)}" if right else f"& {left}"
+        rows.append(r" \qquad ".join(cells))
     return r"\begin{aligned}" + r" \\ ".join(rows) + r"\end{aligned}"
 
 
-def _at_sign(line: str) -> tuple[str, str, str]:
-    """The parts of a line before and after its first `=` or `←`, at which lines are aligned."""
-    match = re.search(r" ([=←]) ", line)
-    if match is None:
-        return "", "", line
-    return line[: match.start()], SYMBOLS.get(match[1], match[1]), line[match.end() :]
+def _latex(text: str) -> str:
+    """A part of a line in LaTeX."""
+    # A combining hat stays a character of its own: ĥ becomes h and the hat.
+    text = unicodedata.normalize("NFD", text).replace("`", "")
+    text = re.sub(r"1e[-−](\d+)", r"10^{-\1}", text)
+    text = re.sub(rf"√(?:{GROUP}|(\w+))", r"\\sqrt{\1\2}", text)
+    text = re.sub(rf"\^{GROUP}", r"^{\1}", text)
+    for script, small in SCRIPTS.items():
+        text = re.sub(f"[{small}]+", lambda m, s=script: f"{s}{{{_full_size(m[0])}}}", text)
+    # LaTeX leaves space around an operator by itself, and drops all other spaces.
+    text = BESIDE_OPERATOR.sub("", text).replace(" ", r"\ ")
+    return NAME.sub(_name, text).translate(SIGNS)
 
 
-class _Parser:
-    """Reads one cell of an equation from left to right."""
-
-    def __init__(self, text: str):
-        # A combining hat stays a character of its own: ĥ becomes h and the hat.
-        decomposed = unicodedata.normalize("NFD", text)
-        self.tokens = [(m.lastgroup, m[0]) for m in TOKENS.finditer(decomposed)]
-        self.at = 0
-
-    def all(self) -> str:
-        """All tokens that remain."""
-        parts = []
-        while self.at < len(self.tokens):
-            parts.append(self.next())
-        return " ".join(filter(None, parts))
-
-    def next(self) -> str:
-        """The next token, with the group that follows a root, a subscript or an exponent."""
-        kind, text = self.tokens[self.at]
-        self.at += 1
-        if kind == "verbatim":
-            return rf"\mathtt{{{_escaped(text[1:-1])}}}"
-        if kind == "number":
-            number, _, exponent = text.replace("−", "-").partition("e")
-            ten = rf"10^{{{exponent}}}"
-            return number if not exponent else ten if number == "1" else rf"{number} \cdot {ten}"
-        if kind == "name":
-            return _name(text)
-        if kind == "raised":
-            return f"^{{{''.join(SUPERSCRIPTS[each] for each in text)}}}"
-        if kind == "lowered":
-            return f"_{{{''.join(SUBSCRIPTS[each] for each in text)}}}"
-        if kind == "script":
-            return f"{text}{{{self.group()}}}"
-        if kind == "space":
-            return r"\ " if self.beside_word() else r"\,"
-        if text == "√":
-            return rf"\sqrt{{{self.group()}}}"
-        return SYMBOLS.get(text, text)
-
-    def group(self) -> str:
-        """What is below a root, an exponent or a subscript: a group in braces, or one token."""
-        kind, opening = self.tokens[self.at] if self.at < len(self.tokens) else ("", "")
-        closing = {"{": "}", "(": ")"}.get(opening)
-        if closing is None:
-            sign = self.next()
-            if kind == "name":
-                while self.at < len(self.tokens) and self.tokens[self.at][0] == "script":
-                    sign += self.next()
-            return sign
-        start, depth = self.at + 1, 1
-        while depth:
-            self.at += 1
-            text = self.tokens[self.at][1]
-            depth += (text == opening) - (text == closing)
-        inside = "".join(text for _, text in self.tokens[start : self.at])
-        self.at += 1
-        return _Parser(inside).all()
-
-    def beside_word(self) -> bool:
-        """Whether the space before the current token separates a word from something else."""
-        sides = self.tokens[max(self.at - 2, 0) : self.at + 1]
-        return any(kind == "name" and _is_word(text) for kind, text in sides)
+def _full_size(small: str) -> str:
+    return unicodedata.normalize("NFKC", small)
 
 
-def _is_word(name: str) -> bool:
-    base, _, _ = name.replace("\u0302", "").partition("_")
-    return len(base) > 1
-
-
-def _name(name: str) -> str:
+def _name(match: re.Match[str]) -> str:
     """A name: `W_ih` has a subscript, and so has `wkv_t`, but `embedding_scale` is one word."""
-    base, _, below = name.partition("_")
-    if _is_word(name) and len(below) > 1:
-        head, _, last = name.rpartition("_")
-        base, below = (head, last) if len(last) == 1 else (name, "")
-    lower = f"_{{{_subscript(below)}}}" if below else ""
-    hat = "\u0302" in base
-    base = base.replace("\u0302", "")
-    upright = len(base) > 1
-    letters = rf"\mathrm{{{_escaped(base)}}}" if upright else SYMBOLS.get(base, base)
-    return (rf"\hat{{{letters}}}" if hat else letters) + lower
+    base, _, below = match[0].partition("_")
+    if len(base.rstrip("\u0302")) > 1 and len(below) > 1:
+        base, _, below = match[0].rpartition("_") if match[0][-2] == "_" else (match[0], "", "")
+    letters = _upright(base.rstrip("\u0302"))
+    letters = rf"\hat{{{letters}}}" if base.endswith("\u0302") else letters
+    return f"{letters}_{{{_upright(below)}}}" if below else letters
 
 
-def _subscript(below: str) -> str:
-    return rf"\mathrm{{{_escaped(below)}}}" if len(below) > 1 else SYMBOLS.get(below, below)
-
-
-def _escaped(word: str) -> str:
-    return word.replace("_", r"\_")
+def _upright(name: str) -> str:
+    """A word in upright letters, and a single letter as it is."""
+    return rf"\mathrm{{{name}}}".replace("_", r"\_") if len(name) > 1 else name

@@ -13,9 +13,8 @@ from pathlib import Path, PurePosixPath
 from docs_site import reference
 from docs_site.blocks import ROOT, Output, blocks, run, test_file
 from docs_site.proved import proved
-from docs_site.results import RECORDS, results
+from docs_site.results import PLACE, results
 
-DOCS = ROOT / "docs"
 GUIDES = [
     "from_lstm",
     "debug_a_port",
@@ -32,77 +31,61 @@ GUIDES = [
 ]
 """The order of the guides. Guides that are not listed come last."""
 PARTS = {
-    "Guides": ["guides/*"],
-    "Examples": ["examples/*"],
-    "Reference": ["reference/index", "reference/command_line", "proved", "results"],
-    "More": ["*"],
-    "Design": ["design/*"],
-    "Project": ["changelog", "contributing"],
+    "Guides": ["docs/guides/*"],
+    "Examples": ["docs/examples/*"],
+    "Reference": [
+        "reference/index",
+        "reference/command_line",
+        "proved",
+        "benchmarks/results/README",
+    ],
+    "More": ["docs/*"],
+    "Design": ["docs/design/*"],
+    "Project": ["CHANGELOG", "CONTRIBUTING"],
 }
 """The parts of the navigation, and their pages. `*` stands for all pages of a folder that no other
 part names."""
-TOP = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-}
-"""Pages outside `docs/`, and their places on the site."""
-LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
-CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+TOP = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+"""Pages outside `docs/`."""
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
 
 
-def sources() -> dict[str, Path]:
-    """The written pages, by their places on the site."""
-    found = {place: ROOT / name for name, place in TOP.items()}
-    found |= {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
-    return found
+def sources() -> list[str]:
+    """The places of the written pages, which are those that they have in the repository."""
+    return [*TOP, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def gather(folder: Path, cache: Path) -> dict[str, str]:
     """Writes the pages and the files that they refer to, and returns the pages' texts by place."""
-    written = sources()
-    places = {path: place for place, path in written.items()} | {RECORDS: "results.md"}
-    generated = reference.pages() | {"proved.md": proved()}  # which sets variables for a while
+    # The reference sets variables of the environment for a while, so it is made before the threads.
+    pages = reference.pages() | {"proved.md": proved(), PLACE: results()}
+    shutil.rmtree(folder, ignore_errors=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
-        found = [pool.submit(_outputs, path, cache) for path in written.values()]
-    pages = {}
-    for (place, path), outputs in zip(written.items(), found, strict=True):
-        text = _with_links(path.read_text(encoding="utf-8"), path, place, places, folder)
-        pages[place] = _with_outputs(text, *outputs.result(), place, folder)
-    pages |= generated
-    pages["results.md"] = _with_links(
-        results(), RECORDS / "README.md", "results.md", places, folder
-    )
-    parts = navigation(pages)
-    for title, members in parts.items():
-        names = "\n".join(place.removesuffix(".md") for place in members)
-        pages["index.md"] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{names}\n```\n"
+        found = {place: pool.submit(_outputs, ROOT / place, cache) for place in sources()}
+    for place, outputs in found.items():
+        text = (ROOT / place).read_text(encoding="utf-8")
+        pages[place] = _with_outputs(text, *outputs.result(), (folder / place).parent)
+    for title, members in navigation(pages).items():
+        names = "\n".join(members)
+        pages["README.md"] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{names}\n```\n"
     for place, text in pages.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_text(encoding="utf-8") != text:
-            target.write_text(text, encoding="utf-8")
-    for old in folder.rglob("*.md"):
-        if str(PurePosixPath(old.relative_to(folder))) not in pages:
-            old.unlink()
+        target.write_text(_with_links(text, place, folder), encoding="utf-8")
     return pages
 
 
-def navigation(pages: Iterable[str]) -> dict[str, list[str]]:
-    """The places of the pages that each part of the navigation holds, without empty parts."""
-    named = {f"{name}.md" for names in PARTS.values() for name in names} | {"index.md"}
+def navigation(places: Iterable[str]) -> dict[str, list[str]]:
+    """The pages that each part of the navigation holds, without their suffixes."""
+    pages = [str(PurePosixPath(place).with_suffix("")) for place in places]
+    named = {name for names in PARTS.values() for name in names}
     parts = {}
     for title, patterns in PARTS.items():
-        members = []
-        for pattern in (f"{name}.md" for name in patterns):
-            if "*" not in pattern:
-                members.append(pattern)
-            else:
-                folder = PurePosixPath(pattern).parent
-                found = [p for p in pages if PurePosixPath(p).parent == folder and p not in named]
-                members += sorted(found, key=_order)
-        if members:
-            parts[title] = members
+        parts[title] = []
+        for pattern in patterns:
+            folder = PurePosixPath(pattern).parent
+            found = [p for p in pages if PurePosixPath(p).parent == folder and p not in named]
+            parts[title] += sorted(found, key=_order) if "*" in pattern else [pattern]
     return parts
 
 
@@ -142,7 +125,7 @@ def _digest_of_code() -> bytes:
     return digest.digest()
 
 
-def _with_outputs(text: str, outputs: list[Output], figures: Path, place: str, folder: Path) -> str:
+def _with_outputs(text: str, outputs: list[Output], figures: Path, folder: Path) -> str:
     """A page with what each block prints and draws below the block."""
     parts, start = [], 0
     for block, output in zip(blocks(text), outputs, strict=True):
@@ -152,38 +135,25 @@ def _with_outputs(text: str, outputs: list[Output], figures: Path, place: str, f
             directive = "{code-block} text\n:class: output"
             parts.append(f"\n\n````{directive}\n\n{output.text.rstrip()}\n````")
         for figure in output.figures:
-            copy = _copied(figures / figure, place, folder)
-            parts.append(f"\n\n![What the block draws]({copy})")
+            _copy(figures / figure, folder / figure)
+            parts.append(f"\n\n![What the block draws]({figure})")
     return "".join([*parts, text[start:]])
 
 
-def _copied(file: Path, place: str, folder: Path) -> str:
-    """Copies a file to the site, and returns its place relative to a page."""
-    (folder / "files").mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, folder / "files" / file.name)
-    return os.path.relpath(f"files/{file.name}", PurePosixPath(place).parent)
-
-
-def _module(folder: Path) -> str:
-    return ".".join(folder.relative_to(ROOT).parts)
-
-
-def _with_links(text: str, page: Path, place: str, places: dict[Path, str], folder: Path) -> str:
-    """A page whose links lead to pages of the site, or to copies of files of the project."""
+def _with_links(text: str, place: str, folder: Path) -> str:
+    """A page whose links to folders lead to the pages in them. The files it links to are copied."""
 
     def target(match: re.Match[str]) -> str:
-        path, anchor = (page.parent / match[1]).resolve(), match[2] or ""
-        if (to := places.get(path)) is None and path.is_dir():  # a package
-            to, anchor = f"reference/{reference.group_of(_module(path))}/{path.name}.md", ""
-        elif to is None:
-            return _copied(path, place, folder)
-        return os.path.relpath(to, PurePosixPath(place).parent) + anchor
+        path = (ROOT / place).parent / match[0]
+        if path.is_dir():
+            return f"{match[0]}/README.md"
+        if path.is_file() and path.suffix != ".md":
+            _copy(path, folder / path.resolve().relative_to(ROOT))
+        return match[0]
 
-    def outside_code(piece: str) -> str:
-        return LINK.sub(target, piece)
+    return LINK.sub(target, text)
 
-    pieces, start = [], 0
-    for code in CODE.finditer(text):
-        pieces += [outside_code(text[start : code.start()]), code[0]]
-        start = code.end()
-    return "".join([*pieces, outside_code(text[start:])])
+
+def _copy(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, target)

@@ -17,7 +17,7 @@ Every layer and model has a twin in plain PyTorch, and the two are compared in f
 bfloat16: outputs, final states, and the gradients of inputs and weights. All weights and biases are
 random. The tables show the largest error of JAX in any of these groups, relative to the size of the
 result, and the largest share of the bound that an error takes. A pair passes if no share is above
-100 %. [How the bound is found](design/bounds.md) says what it allows, and
+100 %. [How the bound is found](docs/design/bounds.md) says what it allows, and
 `python -m parity_tests` makes the measurements again.
 """
 CHECKED = """

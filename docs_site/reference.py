@@ -1,9 +1,7 @@
 """Writes the pages of the API reference from the docstrings of all public names.
 
-The public names are those in the `__all__` of a package. A name has its entry on the page of the
-module that defines it, and `GROUPS` says which part of the reference holds a module's page. The
-pages are MyST Markdown, which is the markup of our docstrings, except that sections such as `Args:`
-become field lists, and indented blocks become examples or equations.
+The public names are those in the `__all__` of a package. `GROUPS` says which page has the
+entries of the names that a module defines. Sphinx's autodoc makes the entries.
 """
 
 import ast
@@ -16,15 +14,15 @@ import io
 import os
 import pkgutil
 import re
-import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from sphinx.pycode import ModuleAnalyzer
+
 from docs_site.blocks import ROOT
-from docs_site.equations import is_equation, latex
+from docs_site.docstrings import rest
 from twinscan.__main__ import COMMANDS
 
 GROUPS = {
@@ -37,13 +35,13 @@ GROUPS = {
     "training": ("Training", "train jax_models.allocator"),
     "twins": ("PyTorch twins", "torch_ref"),
 }
-"""The parts of the reference, by folder: the title, and the modules and packages that belong to it.
-A module belongs to the part that names the longest part of its path."""
+"""The pages of the reference: the title, and the modules and packages that belong to it. A module
+belongs to the page that names the longest part of its path."""
 
 INTRODUCTIONS = {
     "layers": "Recurrent layers, convolutions, attention, blocks and norms, with their states. "
-    "All of them share the contract of {py:obj}`jax_models.SequenceLayer`, and the options of "
-    "{py:obj}`jax_models.options.LayerOptions`.",
+    "All of them share the contract of `jax_models.SequenceLayer`, and the options of "
+    "`jax_models.options.LayerOptions`.",
     "models": "Language models with their configs, published checkpoints, and generation.",
     "operators": "The recurrences as pure functions of arrays, in `jax_models.ops`. Use them for a "
     "layer of your own.",
@@ -55,7 +53,6 @@ INTRODUCTIONS = {
     "them, and what a training process needs besides.",
     "twins": "The references in plain PyTorch, in `torch_ref`.",
 }
-SECTIONS = {"Args": "param", "Raises": "raises", "Warns": "raises", "Returns": "", "Yields": ""}
 OWN = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
         "targets"
@@ -76,16 +73,6 @@ class Name:
     def path(self) -> str:
         """The name by which the reference knows it, such as `jax_models.ops.lstm`."""
         return f"{self.package}.{self.name}"
-
-    @property
-    def stem(self) -> str:
-        """The last part of the name of the module that defines it."""
-        return self.home.rpartition(".")[2]
-
-    @property
-    def is_main(self) -> bool:
-        """Whether the module is called like this name, as `lstm.py` is like `LSTM`."""
-        return self.name.lower().replace("_", "") == self.stem.replace("_", "")
 
     @property
     def value(self) -> Any:
@@ -167,237 +154,45 @@ def group_of(module: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The Markdown of all pages of the reference, by path."""
-    found: dict[str, str] = {}
-    by_page: dict[tuple[str, str], list[Name]] = {}
-    for name in public_names():
-        by_page.setdefault((group_of(name.home), name.stem), []).append(name)
-    for (group, stem), names in by_page.items():
-        names.sort(key=lambda name: not name.is_main)
-        found[f"reference/{group}/{stem}.md"] = _page(names)
+    """The texts of all pages of the reference, by path."""
+    found = {"reference/command_line.md": _command_line()}
+    lines = ["All public names of the packages, as their docstrings describe them.", ""]
     for group, (title, _) in GROUPS.items():
-        members = {_title(names): names for (g, _), names in by_page.items() if g == group}
-        members = dict(sorted(members.items(), key=lambda item: item[0].lower()))
-        rows = [row for names in members.values() for row in map(_row, names)]
-        stems = [names[0].stem for names in members.values()]
-        found[f"reference/{group}/index.md"] = _index(
-            title, [INTRODUCTIONS[group], "", "| | |", "|---|---|", *rows], stems
-        )
-    found["reference/command_line.md"] = _command_line()
-    parts = ["All public names of the packages, as their docstrings describe them.", ""]
-    parts += [
-        f"- [{title}]({group}/index.md): {_plain(INTRODUCTIONS[group])}"
-        for group, (title, _) in GROUPS.items()
-    ]
-    parts += ["- [Command line](command_line.md): the commands of `twinscan` and their options."]
-    members = [*(f"{group}/index" for group in GROUPS), "command_line"]
-    return found | {"reference/index.md": _index("API reference", parts, members)}
+        names = [name for name in public_names() if group_of(name.home) == group]
+        names.sort(key=lambda name: name.home)
+        table = [".. autosummary::", "   :nosignatures:", "", *(f"   ~{n.path}" for n in names), ""]
+        entries = [INTRODUCTIONS[group], "", *table, *map(_entry, names)]
+        found[f"reference/{group}.rst"] = _page(title, entries)
+        lines.append(f"- :doc:`{title} <{group}>`: {INTRODUCTIONS[group]}")
+    lines += ["- :doc:`command_line`: the commands of ``twinscan`` and their options.", ""]
+    members = [f"   {member}" for member in (*GROUPS, "command_line")]
+    index = _page("API reference", [*lines, ".. toctree::", "   :hidden:", "", *members])
+    return found | {"reference/index.rst": index}
 
 
-def _index(title: str, lines: list[str], members: list[str]) -> str:
-    """A page that lists others, and the place of these in the navigation."""
-    hidden = ["", "```{toctree}", ":hidden:", "", *members, "```", ""]
-    return "\n".join([f"# {title}", "", *lines, *hidden])
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\{py:obj\}`(?:\w+\.)*(\w+)`", r"`\1`", text)
-
-
-def _row(name: Name) -> str:
-    first = (inspect.getdoc(name.value) or "").partition("\n")[0] if callable(name.value) else ""
-    return f"| {{py:obj}}`{name.name} <{name.path}>` | {_inline(first, name.package)} |"
-
-
-def _title(names: list[Name]) -> str:
-    """The main name of a page, or a few names without states and aliases, or the module's name."""
-    main = [n.name for n in names if callable(n.value) and not n.name.endswith("State")]
-    main = [n for n in main if not n.endswith("Config")] or main or [n.name for n in names]
-    if names[0].is_main or len(main) <= 3:
-        return names[0].name if names[0].is_main else ", ".join(main)
-    stem = names[0].stem.replace("_", " ")
-    return stem[0].upper() + stem[1:]
-
-
-def _page(names: list[Name]) -> str:
-    entries = "\n\n".join(map(_entry, names))
-    return f"# {_title(names)}\n\n{entries}\n"
+def _page(title: str, lines: list[str]) -> str:
+    return "\n".join([title, "=" * len(title), "", *lines, ""])
 
 
 def _entry(name: Name) -> str:
-    """The entry of a name in MyST Markdown."""
-    value = name.value
+    """The directive that describes a name: autodoc's, except for values and second names."""
+    value, path = name.value, f"{name.package}::{name.name}"
     first = canonical().get(id(value), name)
-    # Sphinx looks up the types in a signature in this module first.
-    module = f"```{{py:currentmodule}} {name.package}\n```\n\n"
     if first != name:
-        text = f"The same as {{py:obj}}`{first.path}`."
-        return module + _directive("py:data", name.name, text)
-    if inspect.isclass(value):
-        return module + _class(name, value)
+        return f".. py:data:: {name.path}\n\n   The same as `{first.path}`.\n"
     if inspect.isroutine(value):
-        text = _markdown(inspect.getdoc(value) or "", name.package)
-        return module + _directive("py:function", name.name + _signature(value), text)
-    node, doc = _assignment(name)
-    assigned = ast.unparse(node.value) if isinstance(node, ast.Assign) else ""
-    options = [f":value: {assigned}"] if 0 < len(assigned) < 200 else []
-    return module + _directive("py:data", name.name, _markdown(doc, name.package), *options)
-
-
-def _directive(kind: str, argument: str, text: str, *options: str, depth: int = 5) -> str:
-    colons = ":" * depth
-    return "\n".join([f"{colons}{{{kind}}} {argument}", *options, "", text, colons])
-
-
-def _class(name: Name, cls: type) -> str:
-    """The entry of a class: its constructor, its fields and its own public methods."""
-    parts = [_markdown(inspect.getdoc(cls) or "", name.package)]
-    bases = [canonical()[id(base)] for base in cls.__bases__ if id(base) in canonical()]
-    if bases:
-        parts.append("Bases: " + ", ".join(f"{{py:obj}}`{base.path}`" for base in bases))
-    fields = _fields(cls)
-    for field, (kind, default, doc) in fields.items():
-        options = [f":type: {kind}", *([f":value: {default}"] if default else [])]
-        text = _markdown(doc, name.package)
-        parts.append(_directive("py:attribute", field, text, *options, depth=4))
-    for key, value in vars(cls).items():
-        function = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
-        doc = getattr(function, "__doc__", None)
-        if key.startswith("_") or key in fields or not doc or not inspect.isfunction(function):
-            continue
-        text = _markdown(inspect.cleandoc(doc), name.package)
-        if isinstance(value, property | functools.cached_property):
-            parts.append(_directive("py:property", key, text, depth=4))
-        else:
-            options = [":classmethod:"] if isinstance(value, classmethod) else []
-            signature = _signature(function, skip=not isinstance(value, staticmethod))
-            parts.append(_directive("py:method", key + signature, text, *options, depth=4))
-    if fields:
-        signature = f"({', '.join(fields)})"
-    else:
-        signature = _signature(cls.__init__, skip=True) if _is_own(cls.__init__) else ""
-        signature = signature.partition(" -> ")[0]
-    return _directive("py:class", name.name + signature, "\n\n".join(parts))
-
-
-def _is_own(value: Any) -> bool:
-    return getattr(value, "__module__", "").partition(".")[0] in OWN
-
-
-def _signature(function: Any, *, skip: bool = False) -> str:
-    """The arguments of a function as its source has them, without `self` or `cls` if `skip`."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    [node] = ast.parse(source).body
-    assert isinstance(node, ast.FunctionDef)
-    if skip:
-        node.args.args = node.args.args[1:]
-    for each in ast.walk(node):
-        if isinstance(each, ast.arg) and isinstance(each.annotation, ast.Constant):
-            each.annotation = ast.parse(str(each.annotation.value), mode="eval").body
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"({ast.unparse(node.args)}){returns}"
-
-
-def _fields(cls: type) -> dict[str, tuple[str, str, str]]:
-    """The type, the default and the docstring of each field of a NamedTuple or a dataclass."""
-    has_fields = dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or cls.__base__ is dict
-    if not has_fields:
-        return {}
-    found = {}
-    for base in getattr(cls, "__orig_bases__", cls.__bases__):
-        if inspect.isclass(base) and _is_own(base):
-            found |= _fields(base)
-    [node] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(node, ast.ClassDef)
-    for statement, doc in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            kind = ast.unparse(statement.annotation)
-            if not kind.startswith("ClassVar") and statement.target.id[0] != "_":
-                default = ast.unparse(statement.value) if statement.value else ""
-                found[statement.target.id] = (kind, default, _docstring(doc))
-    return found
-
-
-def _docstring(node: ast.stmt | None) -> str:
-    """The docstring that follows an assignment, or ""."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return inspect.cleandoc(str(node.value.value))
-    return ""
-
-
-def _assignment(name: Name) -> tuple[ast.stmt | None, str]:
-    """The statement that defines a value, and its docstring."""
-    for module in (name.home, *(m for m in sys.modules if m.startswith(name.package))):
-        body = _parsed(module).body
-        for node, after in zip(body, [*body[1:], None], strict=True):
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            if any(isinstance(t, ast.Name) and t.id == name.name for t in targets):
-                return node, _docstring(after)
-    return None, ""
-
-
-def _markdown(docstring: str, package: str) -> str:
-    """A docstring as MyST Markdown."""
-    parts, kind = [], None
-    for chunk in re.split(r"\n\s*\n", docstring):
-        section = re.match(r"(\w+):\n(?= )", chunk)
-        if section and section[1] in SECTIONS:
-            kind, chunk = section[1], chunk[section.end() :]
-        elif not chunk.startswith("    "):
-            kind = None
-        if kind:
-            parts.append(_field_list(kind, chunk, package))
-        elif chunk.startswith("    "):
-            code = textwrap.dedent(chunk)
-            if is_equation(chunk):
-                parts.append(f"```{{math}}\n{latex(chunk)}\n```")
-            else:
-                language = "pycon" if code.startswith(">>>") else "python"
-                parts.append(f"```{language}\n{code}\n```")
-        else:
-            parts.append(_inline(chunk, package))
-    return "\n\n".join(parts)
-
-
-def _field_list(kind: str, chunk: str, package: str) -> str:
-    """The items of a section such as `Args:` as a field list."""
-    items = re.split(r"\n(?! )", textwrap.dedent(chunk))
-    fields = []
-    for item in items:
-        text = " ".join(item.split())
-        if kind in ("Returns", "Yields"):
-            fields.append(f":returns: {_inline(text, package)}")
-            continue
-        name, _, what = text.partition(": ")
-        name = name.replace("*", r"\*")
-        fields.append(f":{SECTIONS[kind]} {name}: {_inline(what, package)}")
-    return "\n".join(fields)
-
-
-def _inline(text: str, package: str) -> str:
-    """Text with links from names in backticks to their entries, and nothing else that is markup."""
-    pieces = re.split(r"(`[^`\n]+(?:\n[^`]+)?`)", text)
-    return "".join(
-        _code(piece, package) if piece.startswith("`") and len(piece) > 2 else _escaped(piece)
-        for piece in pieces
-    )
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"(?<!\n)(?<!^)([*<$])|(?<=\w)([*])", lambda m: "\\" + m[0], text)
-
-
-def _code(code: str, package: str) -> str:
-    name = " ".join(code.strip("`").split())
-    for path in (f"{package}.{name}", f"jax_models.{name}", f"jax_models.ops.{name}", name):
-        if path in _paths():
-            return f"{{py:obj}}`{name} <{path}>`"
-    return f"`{name}`"
-
-
-@functools.cache
-def _paths() -> set[str]:
-    return {name.path for name in public_names()}
+        return f".. autofunction:: {path}\n"
+    if not inspect.isclass(value):
+        shown = [f"   :value: {value!r}"] if len(repr(value)) < 200 else []
+        analyzer = ModuleAnalyzer.for_module(name.home)
+        doc = rest("\n".join(analyzer.find_attr_docs().get(("", name.name), [])).strip())
+        return "\n".join([f".. py:data:: {name.path}", *shown, "", *(f"   {line}" for line in doc)])
+    has_fields = dataclasses.is_dataclass(value) or issubclass(value, tuple | dict)
+    bases = [
+        f"`{canonical()[id(base)].path}`" for base in value.__bases__ if id(base) in canonical()
+    ]
+    lines = [f".. autoclass:: {path}", *(["   :undoc-members:"] if has_fields else []), ""]
+    return "\n".join([*lines, *([f"   Bases: {', '.join(bases)}", ""] if bases else [])])
 
 
 def _command_line() -> str:

@@ -4,10 +4,10 @@ from benchmarks.families import FAMILIES
 from benchmarks.report.page import page
 from docs_site.blocks import ROOT
 
-RECORDS = ROOT / "benchmarks" / "results"
-"""The folder of the records. Links to it lead to the page."""
+PLACE = "benchmarks/results/README.md"
+"""The place of the page, to which links to the folder of the records lead."""
 
 
 def results() -> str:
     """The page. Its links are relative to the folder of the records."""
-    return page(RECORDS, FAMILIES)
+    return page((ROOT / PLACE).parent, FAMILIES)

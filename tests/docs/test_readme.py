@@ -1,4 +1,4 @@
-"""The README's blocks of Python run; links lead somewhere, and commands exist on all pages."""
+"""On all pages, links lead somewhere and commands exist. `make docs` runs the Python blocks."""
 
 import contextlib
 import functools
@@ -24,11 +24,6 @@ TARGETS = dict(
     )
 )
 """The module that runs for each target of the Makefile that takes ARGS."""
-
-
-def test_the_blocks_of_the_readme_run(tmp_path):
-    """They print what the README shows. `make docs` runs the blocks of all other pages."""
-    run(ROOT / "README.md", tmp_path)
 
 
 BESIDE = """
