@@ -5,6 +5,7 @@ What is left are the parts in which Markdown differs from reStructuredText: exam
 which are indented, and names in single backticks.
 """
 
+import dataclasses
 import re
 import textwrap
 from typing import Any
@@ -22,8 +23,9 @@ MARKUP = re.compile(r"[*|]|_\b")
 def rewrite(app: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrites the lines of a docstring, when autodoc has read them."""
     text = "\n".join(lines).strip("\n")
-    # A field of a NamedTuple without a docstring gets one from Python.
-    lines[:] = [] if text.startswith("Alias for field number") else rest(text)
+    # Python gives a field of a NamedTuple a docstring, and a value has that of its type.
+    is_ours = kind != "data" and not text.startswith("Alias for field number")
+    lines[:] = rest(text) if is_ours else []
 
 
 def rest(text: str) -> list[str]:
@@ -70,8 +72,8 @@ def signature(
     app: Any, kind: str, name: str, value: Any, options: Any, args: str | None, returns: str | None
 ) -> tuple[str, str] | None:
     """The fields of a class that has them, and the arguments and the result of anything else."""
-    fields = getattr(value, "_fields", getattr(value, "__dataclass_fields__", ()))
-    if kind == "class" and fields:
+    if kind == "class" and (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
+        fields = getattr(value, "_fields", ()) or [f.name for f in dataclasses.fields(value)]
         return f"({', '.join(fields)})", ""
     return (plain(args), plain(returns or "")) if args else None
 

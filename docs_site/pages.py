@@ -60,8 +60,10 @@ def gather(folder: Path, cache: Path) -> dict[str, str]:
     # The reference sets variables of the environment for a while, so it is made before the threads.
     pages = reference.pages() | {"proved.md": proved(), PLACE: results()}
     shutil.rmtree(folder, ignore_errors=True)
+    # A long page that started last would keep one core busy while the others wait.
+    places = sorted(sources(), key=lambda place: (ROOT / place).stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each page runs in a process of its own
-        found = {place: pool.submit(_outputs, ROOT / place, cache) for place in sources()}
+        found = {place: pool.submit(_outputs, ROOT / place, cache) for place in places}
     for place, outputs in found.items():
         text = (ROOT / place).read_text(encoding="utf-8")
         pages[place] = _with_outputs(text, *outputs.result(), (folder / place).parent)

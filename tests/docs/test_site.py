@@ -14,6 +14,7 @@ from docs_site.proved import proved
 from jax_models import LSTM, LSTMState
 from parity_tests.checks import CHECKS
 from parity_tests.registry import CASES
+from train.mesh import MeshConfig
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,16 @@ def test_types_are_as_in_the_code():
     assert docstrings.plain(positive) == "float | None = None"
     kernel = "Float[jaxlib._jax.Array, 'in out'], dtype=<class 'jax.numpy.float32'>"
     assert docstrings.plain(kernel) == "Float[Array, 'in out'], dtype=jax.numpy.float32"
-    assert docstrings.signature(None, "class", "", LSTMState, None, "(h: int)", "") == (
-        "(h, c)",
-        "",
-    )
+    fields = docstrings.signature(None, "class", "LSTMState", LSTMState, None, "(h: int)", "")
+    assert fields == ("(h, c)", "")
+    config = docstrings.signature(None, "class", "MeshConfig", MeshConfig, None, "(*args)", "")
+    assert config == ("(data, model, sequence, fully_sharded)", "")
+
+
+def test_a_value_does_not_have_the_docstring_of_its_type():
+    lines = ["dict() -> new empty dictionary"]
+    docstrings.rewrite(None, "data", "CASES", CASES, None, lines)
+    assert not lines
 
 
 def test_an_equation_in_latex():
