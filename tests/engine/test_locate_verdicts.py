@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def reference(case, dtype, is_forward):
     """The twin's trace, which no fault of JAX's side changes."""
     problem = CASES[case].problem()
-    return TorchReference(problem.twin).run(problem).trace(dtype, is_forward=is_forward)
+    return TorchReference(problem.twin).run(problem).runs.trace(dtype, is_forward=is_forward)
 
 
 def departure(case, dtype, *, is_forward=False):
