@@ -65,7 +65,7 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         return self._cache(batch_size, self.max_length or 0)
 
     def start(self, batch_size: int) -> None:
-        """None: at the beginning, there is nothing to attend to except x."""
+        """Returns None, because at the beginning there is nothing to attend to except x."""
         return None
 
     def attend(
@@ -79,6 +79,8 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
     ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
         """Attends to the keys of the state and of the sequence, and returns the state after it."""
         batch_size, time = q.shape[:2]
+        # Find out how many keys the state holds. Without a window or a max_length, it has no slots,
+        # so it cannot continue a document.
         limit = self.max_length if self.window is None else None
         unlimited = self.window is None and limit is None
         if unlimited and state is not None:
@@ -87,6 +89,8 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
                 "slot for each of its keys, got None: build the layer with max_length=…, or use "
                 "nnx.view(layer, max_length=…) and its init_state"
             )
+        # Without a state, start from an empty cache, large enough for all steps of this call if
+        # there is no limit.
         steps = time if rows.time_axis is None else time * lax.axis_size(rows.time_axis)
         before = state
         if before is None:
@@ -101,10 +105,14 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
             dropout=dropout,
             rows=rows,
         )
+        # The cache of an unlimited call lives only in the call: a state without slots has a fixed
+        # shape.
         if unlimited:
             return y, LocalAttentionState(after.position, *(a[:, :0] for a in after[1:]))
         if limit is None:
             return y, after
+        # There are no slots for keys beyond max_length. If the length of the document is known,
+        # refuse one that is too long. Otherwise, mark its outputs with NaN.
         if state is None and rows.reset is None:
             check_time("x", steps, limit)
             return y, after
@@ -219,6 +227,7 @@ class Attention(CachedAttention):
             )
         self.rope_theta = 10_000.0 if rope_theta is None else rope_theta
         self.qk_norm, self.output_gate = qk_norm, output_gate
+        # Refuse options without an effect, because they are mistakes of the caller.
         rotates, norms = self._rotated > 0, qk_norm is not None
         refuse_unused("rope_theta", rope_theta, unless=rotates, because="with rotary_features=0")
         refuse_unused("epsilon", epsilon, unless=norms, because="with qk_norm=None")
@@ -230,18 +239,19 @@ class Attention(CachedAttention):
             unless=use_bias or out_bias,
             because="with use_bias=False and out_bias=False",
         )
-        # The queries, and their gates; the keys, the values and the last projection.
+        # The projections to queries with their gates, to keys and to values, and back to the
+        # features.
         matrix = with_inits(options, normal_of_fan_in())
-        of_queries, of_keys = num_heads * head_features, num_kv_heads * head_features
-        of_gates = of_queries if output_gate else 0
-        self.q_proj = Linear(features, of_queries + of_gates, use_bias=use_bias, **matrix)
-        self.k_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
-        self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
+        query_size, key_size = num_heads * head_features, num_kv_heads * head_features
+        gate_size = query_size if output_gate else 0
+        self.q_proj = Linear(features, query_size + gate_size, use_bias=use_bias, **matrix)
+        self.k_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
+        self.v_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
-        self.out_proj = Linear(of_queries, features, use_bias=out_bias, **matrix)
+        self.out_proj = Linear(query_size, features, use_bias=out_bias, **matrix)
         if norms:
             norm = ZeroCenteredRMSNorm if zero_centered_norm else RMSNorm
-            sizes = (of_queries, of_keys) if qk_norm == "all" else (head_features, head_features)
+            sizes = (query_size, key_size) if qk_norm == "all" else (head_features, head_features)
             self.q_norm, self.k_norm = (
                 norm(size, epsilon=epsilon or 1e-6, **norm_options(options)) for size in sizes
             )
@@ -252,20 +262,23 @@ class Attention(CachedAttention):
         return self.rotary_features + self.rotary_features % 2
 
     def sequence(self, x, state, rows):
-        """Attends to the keys between the projections."""
+        """Projects to queries, keys and values, attends, and projects back."""
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
+        # Count positions from the start of each document, for the rotation.
         start = jnp.zeros(batch_size, jnp.int32) if state is None else state.position
         positions, _ = rows.positions(start, time)
 
         def heads(x: Array, count: int) -> Array:
             return x.reshape(batch_size, time, count, x.shape[-1] // count)
 
+        # Project to heads. With an output gate, each head of the queries is followed by its gate.
         q = heads(self.q_proj(x), self.num_heads)
         k, v = (heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
         gate = None
         if self.output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
+        # Norm and rotate queries and keys, attend, then gate and project the heads back.
         q, k = (self._placed(part, name, positions) for part, name in ((q, "q"), (k, "k")))
         y, state = self.attend(q, k, v, state, rows)
         if gate is not None:
@@ -286,12 +299,12 @@ class Attention(CachedAttention):
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """The heads are divided. Keys and values that several heads share stay whole."""
-        of_keys = ("k_proj", "v_proj")
+        """Divides the heads. Keys and values that several heads share stay whole."""
+        key_projections = ("k_proj", "v_proj")
         shared = self.num_kv_heads < self.num_heads
         return (
             last_axis("heads", "q_proj")
-            | (whole(*of_keys) if shared else last_axis("heads", *of_keys))
+            | (whole(*key_projections) if shared else last_axis("heads", *key_projections))
             | first_axis("heads", "out_proj.kernel")
         )
 

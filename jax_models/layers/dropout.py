@@ -38,14 +38,16 @@ class Dropout(nnx.Dropout):
         """Drops elements of x, unless the module is `deterministic`."""
         if self.deterministic or self.rngs is None:
             return x
+        # Each row and step has its own key, made from its index among all devices, so that the mask
+        # does not depend on how an array is divided.
         batch_size, time, *features = x.shape
         key = self.rngs()
         rows = global_indices(batch_size, self.batch_axis)
         steps = global_indices(time, self.time_axis)
 
         def mask(row, step):
-            of_step = jax.random.fold_in(jax.random.fold_in(key, row), step)
-            return jax.random.bernoulli(of_step, 1 - self.rate, features)
+            step_key = jax.random.fold_in(jax.random.fold_in(key, row), step)
+            return jax.random.bernoulli(step_key, 1 - self.rate, features)
 
         kept = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(rows, steps)
         return jnp.where(kept, x / (1 - self.rate), 0)

@@ -133,6 +133,7 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         self.key_features, self.value_features = key_features, value_features
         self.negative_eigenvalues = negative_eigenvalues
         self.method: ops.GatedDeltaRuleMethod = method
+        # One projection for each of q, k, v, the output gate z, the rate b and the decay a.
         keys, values = num_key_heads * key_features, num_value_heads * value_features
         matrix = with_inits(options, nnx.initializers.normal(0.02), None, use_bias=False)
         self.q_proj = Linear(features, keys, **matrix)
@@ -143,6 +144,7 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         self.a_proj = Linear(features, num_value_heads, **matrix)
         self.out_proj = Linear(values, features, **matrix)
         self.conv = CausalConv1D(2 * keys + values, kernel_size, use_bias=False, **options)
+        # A_log and dt_bias determine the decay. Each has one number for each value head.
         rngs, heads = options["rngs"], (num_value_heads,)
         decay_init = decay_init or log_of_uniform(0.01, 16)
         self.A_log = nnx.Param(decay_init(rngs.params(), heads, self.param_dtype))
@@ -159,7 +161,7 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         )
 
     def sequence(self, x, state, rows):
-        """Runs `ops.gated_delta_rule` on the convolved projections, then norm, gate and output."""
+        """Runs `ops.gated_delta_rule` on convolved projections, then norms, gates and projects."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
 
@@ -281,7 +283,7 @@ def side_by_side(
 
 
 def in_thirds(kernel: str, keys: Sequence[str]) -> Weight:
-    """The kernel's channels, divided into thirds on export, and at any places on import.
+    """The row of a kernel that is exported in equal thirds and imported from parts of any size.
 
     transformers divides the channels into equal thirds, even if q, k and v have other sizes.
     """

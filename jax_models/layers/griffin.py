@@ -105,14 +105,14 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
             "out_proj": "linear_out",
         }
         layouts = {}
-        for layout, of_parts, rows in (
+        for layout, part_layout, rows in (
             ("hf", "hf", linear),
             ("deepmind", "deepmind", dense),
             ("deepmind-torch", "deepmind", linear),
         ):
             layouts[layout] = [
                 *(row for param, key in projections.items() for row in rows(param, key)),
-                *self.part_rows(of_parts, "conv_1d", "rg_lru"),
+                *self.part_rows(part_layout, "conv_1d", "rg_lru"),
             ]
         return layouts
 
@@ -230,15 +230,15 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
 
     def torch_layouts(self) -> Layouts:
         """`hf` has the keys of transformers, the others those of recurrentgemma."""
-        of_mixing, of_mlp = self.temporal_block.torch_layouts(), self.mlp.torch_layouts()
+        mixing_layouts, mlp_layouts = self.temporal_block.torch_layouts(), self.mlp.torch_layouts()
         layouts = {}
-        for layout, mixing in of_mixing.items():
+        for layout, mixing in mixing_layouts.items():
             hf = layout == "hf"
             layouts[layout] = [
                 *nested(
                     mixing, "temporal_block", "temporal_block" if hf else f"{self.mixing}_block"
                 ),
-                *nested(of_mlp[layout], "mlp", "mlp_block"),
+                *nested(mlp_layouts[layout], "mlp", "mlp_block"),
                 *(
                     row
                     for norm in ("temporal_pre_norm", "channel_pre_norm")

@@ -82,9 +82,11 @@ class GatedRecurrence(SequenceLayer[State]):
         return HawkState(self.conv.init_state(batch_size), rglru)
 
     def sequence(self, x, state: Any, rows):
-        """The convolution and the recurrence, multiplied by the gate and projected."""
+        """Gates the output of the convolution and the recurrence, and projects it back."""
         x = x.astype(self.computation_dtype(x))
+        # One branch is the gate, which sees only the current step.
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
+        # The other branch mixes over time: a short convolution, then the recurrence.
         u = self.recurrent_proj(x)
         if self.conv is not None:
             u, conv = self.conv.sequence(u, state.conv, rows)

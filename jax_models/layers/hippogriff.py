@@ -227,8 +227,10 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         return HippogriffState(self.hawk.init_state(batch_size), attention)
 
     def sequence(self, x, state, rows):
-        """The mixers and their MLPs, each after a norm and added to its input."""
+        """Runs the mixers and their MLPs, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
+        # Run the mixers in the version's order, each with its norm and followed by its MLP. Each
+        # has its own part of the state.
         mixers = ["hawk"] if self.attention is None else ["hawk", "attention"]
         for name in mixers if self.version == "0.0.2" else reversed(mixers):
             block = (getattr(self, f"{name}{part}") for part in ("_norm", "", "_mlp_norm", "_mlp"))

@@ -108,11 +108,11 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         return HyenaState(self.conv.init_state(batch_size), long)
 
     def start(self, batch_size: int) -> None:
-        """None: at the beginning, the convolutions run over x alone."""
+        """Returns None, because at the beginning the convolutions run over x alone."""
         return None
 
     def sequence(self, x, state, rows):
-        """The projections, then the products and convolutions that the subclass defines."""
+        """Runs the projections, and the products and convolutions that the subclass defines."""
         batch_size, time = x.shape[:2]
         if rows.time_axis is not None:
             if state is not None:

@@ -223,18 +223,18 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
 
     def torch_layouts(self) -> Layouts:
         """The mixer's layouts, and `safari-checkpointed`, where mixer and MLP are in a `layer`."""
-        of_mixer = self.mixer.torch_layouts()
+        mixer_layouts = self.mixer.torch_layouts()
 
         def table(layout: str, wrapper: str = "") -> list[Weight]:
             return [
                 *layer_norm("norm1", "norm1"),
-                *nested(of_mixer[layout], "mixer", f"mixer{wrapper}"),
+                *nested(mixer_layouts[layout], "mixer", f"mixer{wrapper}"),
                 *layer_norm("norm2", "norm2"),
                 *linear("up_proj", f"mlp{wrapper}.fc1"),
                 *linear("down_proj", f"mlp{wrapper}.fc2"),
             ]
 
         return {
-            **{layout: table(layout) for layout in of_mixer},
+            **{layout: table(layout) for layout in mixer_layouts},
             "safari-checkpointed": table("safari", ".layer"),
         }

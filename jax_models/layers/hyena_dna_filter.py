@@ -102,9 +102,11 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         """The first `length` taps, in at least float32."""
         order, features, max_length = self.shape
         check_time("length", length, max_length)
+        # A small network maps the embedding of each position to the taps of all filters there.
         freqs = [self.freq] * len(self.biases)
         h = run_network(at_least_float32(self.z)[:length], self.kernels, self.biases, freqs)
         h = h.T.reshape(order, features, length)
+        # The window lets taps fade with time, faster in some channels than in others.
         if self.modulate:
             decay = (
                 jnp.abs(at_least_float32(self.deltas))[..., None]

@@ -177,16 +177,20 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         shape = (order, features, max_length)
         check_network(embed_features, num_filter_layers)
         self.shape, self.implicit = shape, implicit
-        of_network, explicit = (nnx.Param, Constant) if implicit else (Constant, nnx.Param)
+        network_kind, taps_kind = (nnx.Param, Constant) if implicit else (Constant, nnx.Param)
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
-        self.h = explicit(jax.random.normal(rngs.params(), shape, param_dtype))
-        self.pos_emb = of_network(
+        # An implicit filter trains the network that computes the taps, and an explicit one trains
+        # the taps h. Whichever is not trained is kept as constants, because checkpoints contain
+        # both.
+        self.h = taps_kind(jax.random.normal(rngs.params(), shape, param_dtype))
+        self.pos_emb = network_kind(
             embed_positions(max_length, np.arange(embed_features // 2), param_dtype)
         )
-        self.kernels, self.biases = draw_network(widths, rngs, param_dtype, of_network)
+        self.kernels, self.biases = draw_network(widths, rngs, param_dtype, network_kind)
         self.freqs = nnx.List(
             Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
         )
+        # The window lets the taps of each channel decay at a trainable rate.
         self.alphas = nnx.Param(window_exponents(features, param_dtype))
         self.t = Constant(unit_times(max_length, param_dtype))
         self.time_emb = Constant(unit_times(max_length, param_dtype))

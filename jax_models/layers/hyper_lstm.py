@@ -98,6 +98,8 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         """Runs `ops.hyper_lstm` for one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
+        # Each layer runs over the whole sequence, from its own slice of the state, and its outputs
+        # are the next one's inputs.
         layers = zip(*state, strict=True)
         last_states = []
         for cell, layer_state in zip(self.cells, layers, strict=True):
@@ -140,23 +142,27 @@ class HyperLSTMCell(nnx.Module):
         options: LayerOptions,
     ):
         hidden, hyper, embedding = hidden_features, hyper_features, embedding_features
-        of_z, of_d = torch_uniform(hyper), torch_uniform(embedding)
+        z_init, d_init = torch_uniform(hyper), torch_uniform(embedding)
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
 
         def param(init: Initializer, *shape: int) -> nnx.Param:
             return nnx.Param(init(rngs.params(), shape, param_dtype))
 
+        # The hyper network is a small LSTM, which reads the hidden state and the input.
         self.hyper = LayerNormLSTM(
             hidden + in_features,
             hyper,
             recurrent_kernel_init=recurrent_kernel_init,
             **options,
         )
-        self.z_kernel = param(kernel_init or of_z, hyper, 12 * embedding)
-        self.z_bias = param(bias_init or of_z, 8 * embedding)
-        self.d_kernel = param(kernel_init or of_d, embedding, 12 * hidden)
-        self.d_bias = param(bias_init or of_d, 4 * hidden)
+        # Its outputs are embedded for each gate (z), and the embeddings give the factors and biases
+        # (d) of the main LSTM's products.
+        self.z_kernel = param(kernel_init or z_init, hyper, 12 * embedding)
+        self.z_bias = param(bias_init or z_init, 8 * embedding)
+        self.d_kernel = param(kernel_init or d_init, embedding, 12 * hidden)
+        self.d_bias = param(bias_init or d_init, 4 * hidden)
+        # The main LSTM has no bias of its own, because d contains one.
         self.kernel_ih = param(kernel_init or lecun_normal, in_features, 4 * hidden)
         self.kernel_hh = param(recurrent_kernel_init or rotations, hidden, 4 * hidden)
         self.norms = CellNorms(hidden, param_dtype=param_dtype)

@@ -62,10 +62,12 @@ class MinRNN(SequenceLayer[MinRNNState]):
         return MinRNNState(jnp.zeros(shape, self.state_dtype))
 
     def sequence(self, x, state, rows):
-        """The layers, the lowest first, with dropout between them."""
+        """Runs the layers, the lowest first, with dropout between them."""
         x = x.astype(self.computation_dtype(x))
         last = []
         for layer, linear in enumerate(self.gates):
+            # The gates depend on the input alone, so the operator computes them for all steps at
+            # once, and runs a linear recurrence.
             weights = {"kernel": linear.kernel, "bias": linear.bias}
             weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
             y, h = self.operator(

@@ -63,7 +63,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         self.down_proj = Linear(mlp_features, features, **matrix)
 
     def __call__(self, x):
-        """Apply the MLP to the last axis of x."""
+        """Applies the MLP to the last axis of x."""
         x = checked_rows(x, self.gate_proj.in_features)
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))

@@ -42,7 +42,7 @@ class LayerNorm(nnx.LayerNorm, CheckedOptions):
         )
 
     def __call__(self, x, *, mask=None):
-        """Normalize the last axis of x."""
+        """Normalizes the last axis of x."""
         x = checked_rows(x, self.num_features)
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask=mask)
@@ -75,7 +75,7 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         )
 
     def __call__(self, x, *, mask=None):
-        """Normalize each row of x."""
+        """Normalizes each row of x."""
         x = checked_rows(x, self.num_groups * self.group_size)
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask=mask)
@@ -129,7 +129,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         )
 
     def __call__(self, x, use_running_average: bool | None = None, *, mask=None):
-        """Normalize each feature, and update the running statistics in training.
+        """Normalizes each feature, and updates the running statistics in training.
 
         The statistics ignore the elements of x where `mask`, if given, is false.
         """
@@ -169,7 +169,7 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
         super().__init__(features, epsilon=epsilon, **options)
 
     def __call__(self, x, mask=None):
-        """Normalize the last axis of x."""
+        """Normalizes the last axis of x."""
         x = checked_rows(x, self.num_features)
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask)
@@ -187,10 +187,11 @@ class RootMeanSquareNorm(CheckedOptions, nnx.Module):
         self.scale = nnx.Param(scale)
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Normalize the last axis of x."""
+        """Normalizes the last axis of x."""
         scale = self.scale[...]
         x = checked_rows(x, scale.size)
         dtype = self.dtype or jnp.result_type(x, scale)
+        # Squares overflow in float16 and lose digits in bfloat16, so compute in at least float32.
         x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
         square = jnp.mean(x * x, axis=-1, keepdims=True)
         return self.scaled(x, square, jnp.broadcast_to(scale, x.shape)).astype(dtype)

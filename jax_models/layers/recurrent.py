@@ -117,6 +117,7 @@ class RecurrentStack(SequenceLayer[State]):
         self.out_features = proj_features or hidden_features
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
+        # A layer that runs in both directions sees the future, so it cannot run step by step.
         self.causal = not bidirectional
         self.dropout = dropout_between(num_layers, dropout_rate, rngs=options["rngs"])
         self.cells = nnx.List(
@@ -154,6 +155,8 @@ class RecurrentStack(SequenceLayer[State]):
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x, run = x.astype(dtype), self.operator()
         cells = [{k: w.astype(dtype) for k, w in cell.arrays().items()} for cell in self.cells]
+        # Dropout reads the outputs of each layer, so it needs a call for each. Otherwise, one call
+        # runs all layers.
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         count = self.num_directions if drops else len(cells)
         last_states = []
@@ -206,10 +209,12 @@ class RecurrentStack(SequenceLayer[State]):
         if not options or not kernels <= names <= kernels | biases:
             return None
         those = "this option" if len(options) == 1 else "these options"
-        of_each = ", or give a table with `cell_table` of each cell" if len(self.cells) > 1 else ""
+        tables_hint = (
+            ", or give a table with `cell_table` of each cell" if len(self.cells) > 1 else ""
+        )
         return (
             f"a cell of torch.nn (it has weight_ih), but this {type(self).__name__} has "
-            f"{', '.join(options)}: build the layer without {those}{of_each}"
+            f"{', '.join(options)}: build the layer without {those}{tables_hint}"
         )
 
     def _torch_nn_table(self) -> Table:

@@ -56,11 +56,13 @@ class ResidualBlock(SequenceLayer[State]):
         return self._mixer.start(batch_size)
 
     def sequence(self, x, state, rows):
-        """The mixer, then the MLP, each with its norm and added to its input."""
+        """Runs the mixer, then the MLP, each with its norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         norm, mixer, mlp_norm, mlp = (getattr(self, part) for part in self.parts)
+        # Pre-norm: each norm comes before the mixer or the MLP.
         if not self.norms_outputs:
             return run_residual_block(x, state, rows, norm, mixer, mlp_norm, mlp)
+        # Post-norm: each norm comes after the mixer or the MLP.
         y, state = mixer.sequence(x, state, rows)
         x = x + norm(y)
         return x + mlp_norm(mlp(x)), state

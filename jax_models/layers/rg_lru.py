@@ -182,10 +182,14 @@ class RGLRU(SequenceLayer[RGLRUState]):
     def sequence(self, x, state, rows, c=None):
         """Runs `ops.rg_lru`. `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
+        # With a position in the state, find the first step of each document, whose input is not
+        # scaled.
         first = end = None
         if state.position is not None:
             positions, end = rows.positions(state.position, x.shape[1])
             first = positions == 0
+        # The gates' weights are cast to the computation's dtype. The decay keeps its own, because a
+        # close to 1 needs all its digits.
         weights: dict[str, Any] = {
             f"{name}_{part}": param[...].astype(dtype)
             for name, gate in (("input", self.input_gate), ("recurrence", self.recurrence_gate))

@@ -93,6 +93,8 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         def param(value) -> nnx.Param:
             return nnx.Param(jnp.asarray(value, self.param_dtype))
 
+        # As in RWKV-4's training code, vectors are initialized by functions of the layer and the
+        # channel.
         self.time_decay = param(8 * width ** (0.7 + 1.3 * depth) - 5)
         self.time_first = param(math.log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
         self.time_mix_k = param(mix)
@@ -116,10 +118,13 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         """Multiplies the weighted average of the past by the receptance, and projects it."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
+        # Each projection reads its own mixture of the current and the previous input.
         previous, last = token_shift(x, state.last, rows)
         k = self.key(mix_with_previous(self.time_mix_k, x, previous))
         v = self.value(mix_with_previous(self.time_mix_v, x, previous))
         r = self.receptance(mix_with_previous(self.time_mix_r, x, previous))
+        # Average the values of the past with weights e^k, which decay with time. The current value
+        # has a bonus u instead of the decay.
         y, wkv = ops.wkv(
             k,
             v,
@@ -129,6 +134,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
             rows=rows,
             method=self.method,
         )
+        # Gate by the receptance, and project back.
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
 

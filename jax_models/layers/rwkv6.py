@@ -150,14 +150,20 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         """Runs `ops.delta_rule`, normalizes each head's outputs, and gates and projects them."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
+        # Each projection reads its own mixture of the current and the previous input. The weights
+        # depend on the data.
         previous, last = token_shift(x, state.last, rows)
         x_w, x_k, x_v, x_r, x_g = self._mix_with_previous(x, previous)
+        # Project, and split into heads.
         r, log_w, k, v = (
             heads_of(y, self.head_size)
             for y in (self.receptance(x_r), self.log_decay(x_w), self.key(x_k), self.value(x_v))
         )
+        # In each step, the matrix of each head decays and stores a new pair of a key and a value.
+        # RWKV stores (key, value) matrices, and the operator (value, key).
         options: dict[str, Any] = {"u": self.time_faaaa[...], "rows": rows, "method": self.method}
         o, wkv = ops.delta_rule(r, log_w, k, v, state=state.wkv.mT, **options)
+        # Norm each head, then gate and project back.
         steps = o.reshape(x.shape[0] * x.shape[1], self.in_features)
         normed = self.ln_x(steps).reshape(x.shape).astype(dtype)
         y = self.output(normed * jax.nn.silu(self.gate(x_g)))
@@ -204,6 +210,7 @@ def _fla_time_mix() -> Table:
     to_fla = [MIXES.index(name) for name in FLA_MIXES]
     from_fla = [FLA_MIXES.index(name) for name in MIXES]
 
+    # The columns of all mixes are side by side in one matrix.
     def down(a: np.ndarray, order: list[int]) -> np.ndarray:
         return np.concatenate([np.split(a, 5, axis=-1)[i] for i in order], axis=-1)
 

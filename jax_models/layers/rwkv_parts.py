@@ -110,7 +110,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         self.value = matrix(hidden_features, features)
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
-        """The initial μ, by a subclass. `channel` rises from 0 towards 1 over the features."""
+        """Returns the initial μ. `channel` rises from 0 towards 1 over the features."""
         raise NotImplementedError  # a subclass defines it
 
     def mix_with_previous(self, letter: str, x: Array, previous: Array) -> Array:
@@ -124,6 +124,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
     def sequence(self, x, state, rows):
         """Projects the squared relu of the key, and multiplies it by the receptance, if any."""
         x = x.astype(self.computation_dtype(x))
+        # Each projection reads its own mixture of the current and the previous input.
         previous, last = token_shift(x, state.last, rows)
         k = self.key(self.mix_with_previous("k", x, previous))
         if not self.gated:
@@ -179,15 +180,20 @@ class RWKVResidualBlock(SequenceLayer[RWKVBlockState[Att]]):
         return self.att.split(x)
 
     def sequence(self, x, state, rows) -> Any:
-        """The time mix, then the channel mix, each after a norm and added to its input."""
+        """Runs the time mix, then the channel mix, each after a norm and added to its input."""
+        # In RWKV-7, the values of the lowest layer pass through all blocks beside x. The time mix
+        # reads and returns them.
         x, *others = x if isinstance(x, tuple) else (x,)
         x = x.astype(self.computation_dtype(x))
+        # The lowest block also norms the token embedding.
         if self.ln0 is not None:
             x = self.ln0(x)
+        # Run the time mix, which reads the past.
         normed: Any = (self.ln1(x), *others) if others else self.ln1(x)
         y, att = self.att.sequence(normed, state.att, rows)
         y, *others = y if isinstance(y, tuple) else (y,)
         x = x + y
+        # Run the channel mix, which mixes the features of a step and the one before it.
         y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
         return (x + y, *others) if others else x + y, RWKVBlockState(att, ffn)
 

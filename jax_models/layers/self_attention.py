@@ -76,16 +76,19 @@ class SelfAttentionBlock(CachedAttention):
         self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
 
     def sequence(self, x, state, rows):
-        """Attention, then the MLP, each after a norm and added to its input."""
+        """Runs attention, then the MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
+        # Project to queries, keys and values, and split each into heads.
         q, k, v = (
             part.reshape(*part.shape[:2], self.num_kv_heads, self.head_features)
             for part in jnp.split(self.in_proj(self.ln1(x)), 3, axis=-1)
         )
+        # Dropout needs the attention weights as an array, so pass it on only if it drops any.
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         dropout = self.dropout if drops else None
         attended, state = self.attend(q, k, v, state, rows, dropout)
         z = x + self.out_proj(attended.reshape(x.shape))
+        # The MLP follows, with its own norm and residual connection.
         mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
         return z + self.dropout(mlp), state
 

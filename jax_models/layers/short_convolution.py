@@ -70,6 +70,7 @@ class ShortConvolution(SequenceLayer[CausalConv1DState]):
     def sequence(self, x, state, rows):
         """Runs the convolution between its two gates and the projections."""
         x = x.astype(self.computation_dtype(x))
+        # The first gate multiplies the inputs of the convolution, the second its outputs.
         u, state = self.conv.sequence(self.in_gate_proj(x) * self.value_proj(x), state, rows)
         return self.out_proj(self.out_gate_proj(x) * u), state
 
@@ -81,13 +82,13 @@ class ShortConvolution(SequenceLayer[CausalConv1DState]):
         """`lfm2`: the keys of transformers' Lfm2ShortConv."""
         has_bias = self.conv.bias is not None
         inputs = ("in_gate_proj", "out_gate_proj", "value_proj")  # B, C and u, side by side
-        of_inputs = [
+        input_rows = [
             parts([f"{proj}.{name}" for proj in inputs], f"in_proj.{key}")
             for name, key in (("kernel", "weight"), ("bias", "bias"))
         ]
         return {
             "lfm2": [
-                *of_inputs[: 1 + has_bias],
+                *input_rows[: 1 + has_bias],
                 *nested(self.conv.torch_layouts()["hf"], "conv", "conv"),
                 *linear("out_proj", "out_proj", use_bias=has_bias),
             ]

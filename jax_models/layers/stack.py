@@ -44,6 +44,8 @@ class PureLayer(NamedTuple):
     ) -> tuple[Float[Array, "batch time out"], Any, nnx.State]:
         """Returns y, the last state, and the variables that the layer assigned to."""
 
+        # Build the layer inside `run`, so that all its arrays are arguments, as `jax.checkpoint`
+        # requires.
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
             check_in_features(x, layer)
@@ -132,6 +134,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         structure. It traces each group once and unrolls it, or with `scan_layers` or `remat`, runs
         it as a scan.
         """
+        # Eager: run the layers one by one, because there is no trace to share.
         leaves = jax.tree.leaves((x, state, nnx.state(self)))
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
             last_states = []
@@ -140,10 +143,13 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
                 x, last_state = layer.sequence(x, layer_state, rows)
                 last_states.append(last_state)
             return x, tuple(last_states)
+        # Traced: group neighbors of equal structure, and trace each group once.
         pairs = zip(self.layers, state, strict=True)
         last_states = []
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
             layers, states = map(list, zip(*alike, strict=True))
+            # Cast x as the layers do, so that the first layer reads the same dtype as the others
+            # and shares their trace.
             first, *_ = jax.tree.leaves(x)
             dtype = layers[0].computation_dtype(first)
             x = jax.tree.map(lambda stream: stream.astype(dtype), x)  # noqa: B023

@@ -97,10 +97,13 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
     def sequence(self, x, state, rows):
         """Runs `ops.modal_conv` between its two gates and the two projections."""
         dtype = self.computation_dtype(x)
+        # Project to x_2, x_1 and v of each head, and mix neighboring steps by the short
+        # convolution.
         z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, rows)
         size = self.in_features // self.num_heads
         by_head = z.reshape(*z.shape[:2], self.num_heads, 3, size)
         x2, x1, v = (by_head[:, :, :, i].reshape(x.shape) for i in range(3))
+        # The long convolution runs between the two gates x_1 and x_2.
         y, modal = ops.modal_conv(
             x1 * v,
             state.modal,
@@ -205,9 +208,11 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
 
 def _ring(key: Array, shape: tuple[int, int], dtype) -> tuple[Array, Array]:
     """Draws poles from a ring, as in arXiv 2303.06349, and normal residues times √(1 − |λ|²)."""
-    of_magnitude, of_angle, of_residue = jax.random.split(key, 3)
-    square = jax.random.uniform(of_magnitude, shape, dtype, SMALLEST_POLE**2, LARGEST_POLE**2)
-    angle = jax.random.uniform(of_angle, shape, dtype, -jnp.pi, jnp.pi)
+    magnitude_key, angle_key, residue_key = jax.random.split(key, 3)
+    # Uniform squares of the magnitudes spread the poles evenly over the area of the ring.
+    square = jax.random.uniform(magnitude_key, shape, dtype, SMALLEST_POLE**2, LARGEST_POLE**2)
+    angle = jax.random.uniform(angle_key, shape, dtype, -jnp.pi, jnp.pi)
     poles = jnp.sqrt(square)[..., None] * jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-1)
-    residues = jax.random.normal(of_residue, (*shape, 2), dtype) * shape[1] ** -0.5
+    # The factor √(1 − |λ|²) gives every mode the same energy, however slowly it decays.
+    residues = jax.random.normal(residue_key, (*shape, 2), dtype) * shape[1] ** -0.5
     return poles, residues * jnp.sqrt(1 - square)[..., None]

@@ -161,7 +161,7 @@ def _keys(source: Any) -> list[str]:
 
 
 def has(key: str, there: Any = True, otherwise: Any = False) -> Callable[[Checkpoint, Fields], Any]:
-    """A source for `Layout.sizes`: one of two values, as the checkpoint has this key or not."""
+    """A source for `Layout.sizes`: its value depends on whether the checkpoint has this key."""
     return lambda checkpoint, fields: there if checkpoint.find(key) is not None else otherwise
 
 

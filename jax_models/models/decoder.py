@@ -87,13 +87,17 @@ class Decoder:
     ) -> tuple[Tokens, Carry]:
         """Draws the token after the prompts, whose rows have `lengths` tokens and then padding."""
         model = self._model(arrays)
+        # Run over the prompts, and keep only each row's last logits and the state there.
         logits, state = model.last_logits(prompt, lengths=lengths)
         batch_size, time = prompt.shape
         vocab_size = model.config.vocab_size
+        # Mark the tokens of each prompt as seen, for the repetition penalty. Padding is moved out
+        # of range and dropped.
         is_real = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
         row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
         seen = jnp.zeros((batch_size, vocab_size), bool)
         seen = seen.at[row, jnp.where(is_real, prompt, vocab_size)].set(True, mode="drop")
+        # No token has been drawn yet, so the history holds only the prompts.
         before = DrawHistory(jnp.zeros(batch_size, jnp.int32), seen, jnp.zeros(batch_size, bool))
         drawn = _draw(logits, before, jax.random.fold_in(key, 0), options)
         return drawn.token[None], (drawn, state)
@@ -132,9 +136,12 @@ class Decoder:
         """
 
         def slide(drawn: DrawHistory, text: Any, key: Key[Array, ""]) -> Carry:
+            # Run over the whole window: its tokens move to other positions, so no state can be
+            # reused.
             window, lengths = text
             logits, _ = self._model(arrays).last_logits(window, lengths=lengths)
             drawn = _draw(logits, drawn, key, options)
+            # Append the token. A full window first drops its oldest token.
             moved = jnp.where(
                 (lengths == self.limit)[:, None], jnp.roll(window, -1, axis=1), window
             )
@@ -155,6 +162,7 @@ class Decoder:
         steps_per_call: int | Literal["auto"],
     ) -> Calls:
         """Yields the tokens of each call after a prompt, and the number of them that are valid."""
+        # Pad the prompt to one of a few lengths, so that few programs compile.
         longest = prompt.shape[1]
         room = min(num_tokens, self.limit - longest + 1)
         numpy: Any = np if isinstance(prompt, np.ndarray) else jnp
@@ -176,6 +184,8 @@ class Decoder:
                     drawn_calls.append((tokens, count))
                 yield tokens, count  # meanwhile the caller has waited for the previous call
                 start += count
+                # Choose the next number of steps so that a call takes about CALL_SECONDS. It at
+                # most doubles, because one measurement is noisy.
                 if steps_per_call == "auto":
                     a_step = (time.perf_counter() - began) / before
                     in_time = int(CALL_SECONDS / a_step)
@@ -209,6 +219,7 @@ def _draw(
         top_k=options.top_k,
         top_p=options.top_p,
     )
+    # A row that has stopped repeats its last token.
     token = jnp.where(last.stopped, last.token, token.astype(jnp.int32))
     # A token is −1 if its logits are not finite. On a CPU, comparing is faster than a scatter.
     seen = last.seen | (token[:, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None])
@@ -223,6 +234,7 @@ def _repeat(
     Returns `MOST_STEPS` tokens of each row, of which the last that was drawn is repeated, and the
     last carry.
     """
+    # Each token has its own key, which does not depend on the number of steps per call.
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(MOST_STEPS))
 
     def is_unfinished(loop) -> Bool[Array, ""]:
@@ -238,6 +250,7 @@ def _repeat(
     end, tokens, carry = jax.lax.while_loop(
         is_unfinished, advance_once, (jnp.int32(0), tokens, carry)
     )
+    # Steps that were not run repeat the last token of each row.
     is_drawn = jnp.arange(MOST_STEPS, dtype=jnp.int32)[:, None] < end
     return jnp.where(is_drawn, tokens, carry[0].token[None]), carry
 

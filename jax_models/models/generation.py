@@ -165,6 +165,8 @@ def _calls(
     # A cache of keys and values has room for the text, rounded up to share compiled programs.
     size = padded_length(prompt.shape[1] + num_tokens, limit)
     views = {"deterministic": True, "fixed_filters": True, "max_length": size}
+    # Split the model into a structure, which selects a compiled decoder, and its arrays, flattened
+    # once.
     graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **views))
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
@@ -188,6 +190,8 @@ def _host(
     call = next(calls)
     if isinstance(call[0], Tracer):
         raise TypeError("stream: under jit its tokens have no values yet; generate runs there")
+    # Dispatch the next call before reading the tokens of this one, so that the device never waits
+    # for the host.
     stopped = np.zeros(call[0].shape[1], bool)
     while call is not None:
         following = next(calls, None)

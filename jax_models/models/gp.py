@@ -113,6 +113,8 @@ class GPModelConfig(StackConfig):
             ("annotated-attention", attention, 3, {rate: 3e-4, decay: 0.1}),
             ("authentic-hyena", authentic, 2, {rate: 6e-4, decay: 1.0, "num_epochs": 10.0}),
         ):
+            # The small version trains faster: fewer features, a larger learning rate and fewer
+            # epochs.
             small = dataclasses.replace(model, features=192, num_layers=num_layers)
             faster = options | {rate: 5 * options[rate], "num_epochs": 3.0}
             presets[name] = Preset(model, "annotated-hyena", options)

@@ -30,17 +30,17 @@ def _sizes(
     head of keys and values.
     """
 
-    def of_keys(convert: Callable[[int, Fields], int]) -> Size:
+    def key_size(convert: Callable[[int, Fields], int]) -> Size:
         return keys._replace(convert=convert)
 
     return {
         "mlp_features": mlp,
         "block_types": kinds_by_key(gate, "recurrent", "attention"),
-        "num_heads": (Size(gate, 0, rank=3), of_keys(lambda n, fields: fields["features"] // n)),
+        "num_heads": (Size(gate, 0, rank=3), key_size(lambda n, fields: fields["features"] // n)),
         "recurrent_features": (Size(gate, 1, 3, lambda n, fields: n * fields["num_heads"]), ...),
         "kernel_size": (conv, ...),
         "num_kv_heads": (
-            of_keys(lambda n, fields: n * fields["num_heads"] // fields["features"]),
+            key_size(lambda n, fields: n * fields["num_heads"] // fields["features"]),
             ...,
         ),
         "attention_bias": has(query_bias),
@@ -162,7 +162,7 @@ class GriffinLanguageModelConfig(HFConfig):
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json may leave out the width of the recurrences and the number of key heads."""
+        """Fills in the widths and numbers of heads that a config.json may leave out."""
         return {
             "recurrent_features": given.get("lru_width") or given["hidden_size"],
             "num_kv_heads": given.get("num_key_value_heads") or given["num_attention_heads"],
@@ -171,7 +171,7 @@ class GriffinLanguageModelConfig(HFConfig):
         }
 
     def to_hf(self) -> dict[str, Any]:
-        """Refuses embeddings that are not scaled, which transformers does not support."""
+        """Returns the config.json for transformers, which requires scaled embeddings."""
         if not self.scale_embeddings:
             raise ValueError(
                 "scale_embeddings: expected True, because transformers' RecurrentGemma always "

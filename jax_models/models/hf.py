@@ -79,7 +79,7 @@ class HFConfig(BlocksConfig):
     def from_checkpoint(
         cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
     ) -> Self:
-        """Prefers the config.json, because weights do not determine all fields."""
+        """Reads the config.json if there is one, because weights do not determine all fields."""
         if fields is None:
             return cls.from_state_dict(weights, **options)
         return dataclasses.replace(cls.from_hf(fields), **options)
@@ -100,6 +100,8 @@ class HFConfig(BlocksConfig):
                 "config: rope_parameters: expected one set of parameters for all layers, got "
                 f"{rotary!r}"
             )
+        # Settings that are left out take the defaults of transformers. The rotary settings are
+        # nested, so they are merged last.
         defaults = {name: value for name, (value, *_) in cls.hf_values.items()}
         given: dict[str, Any] = {
             **{name: value for name, value in defaults.items() if name != "model_type"},
@@ -108,6 +110,8 @@ class HFConfig(BlocksConfig):
             **({"rope_type": rotary["type"]} if "type" in rotary else {}),
             **{name: value for name, value in rotary.items() if value is not None},
         }
+        # Refuse whatever the model does not compute, because it would give other results without a
+        # message.
         for name, values in {"model_type": cls.model_types, **cls.hf_values}.items():
             if (value := given.get(name)) not in values:
                 known = " or ".join(map(str, values))
@@ -119,9 +123,11 @@ class HFConfig(BlocksConfig):
                     f"config: {name}: expected none, because quantized weights and mixtures of "
                     f"experts are not supported, got {value}"
                 )
+        # Sizes must be stated, because any default would be a guess.
         for name in cls.hf_sizes:
             if not isinstance(value := stated.get(name), int):
                 raise ValueError(f"config: {name}: expected an integer, got {value!r}")
+        # Rename the fields, and convert those that have another meaning here.
         fields = {ours: given[name] for name, ours in cls.hf_fields.items() if name in given}
         return cls(**fields | cls.converted(given, config))
 

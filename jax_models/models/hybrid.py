@@ -211,13 +211,13 @@ class HybridBlock(ResidualBlock[Any]):
 
     def torch_layouts(self) -> Layouts:
         """The layouts of `keys`."""
-        of_mixer, of_mlp = self.mixer.torch_layouts(), self.mlp.torch_layouts()
+        mixer_layouts, mlp_layouts = self.mixer.torch_layouts(), self.mlp.torch_layouts()
         return {
             layout: [
                 *rms_norm("mixer_norm", keys.norm),
-                *nested(of_mixer[keys.layout], "mixer", keys.mixer),
+                *nested(mixer_layouts[keys.layout], "mixer", keys.mixer),
                 *rms_norm("mlp_norm", keys.mlp_norm),
-                *nested(of_mlp[keys.mlp_layout], "mlp", keys.mlp),
+                *nested(mlp_layouts[keys.mlp_layout], "mlp", keys.mlp),
             ]
             for layout, keys in self.keys
         }

@@ -102,7 +102,7 @@ class LFM2LanguageModelConfig(HybridConfig):
         return given.get("layer_types", [cls.kinds[i in attention] for i in numbers])
 
     def to_hf(self) -> dict[str, Any]:
-        """States the width of the MLPs and the tied head under all names that they have."""
+        """Returns the config.json, with all names of the MLPs' width and of the tied head."""
         return super().to_hf() | {
             "block_ff_dim": self.mlp_features,
             "block_auto_adjust_ff_dim": False,

@@ -321,6 +321,7 @@ def loaded(
     fields = vars(config).items()
     draws_masks = any(value for name, value in fields if name.endswith("dropout_rate"))
     model = build() if draws_masks else nnx.eval_shape(build)
+    # The weights that the config names keep their own dtype if it is wider than the parameter's.
     params, wide = params_of(model), config.float32_keys
     table = weight_table(model, None, weights)[1] if wide else []
     keys = {path: row.keys for row in table for path in row.params}
@@ -328,6 +329,8 @@ def loaded(
         like = param.get_value()
         own = [weights[k] for k in keys.get(path, ()) if k in weights and k.endswith(wide)]
         dtype = _widest([like, *own]) if own else like.dtype
+        # Place each parameter before its weight is read, so that a large model never lies whole on
+        # one device.
         place = like.sharding if sharding is None else sharding(path, like.shape)
         if sharding is not None or dtype != like.dtype:
             param.set_value(jax.ShapeDtypeStruct(like.shape, dtype, sharding=place))

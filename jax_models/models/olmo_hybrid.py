@@ -97,7 +97,7 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes depend on each other, and a θ that is null turns the rotation off."""
+        """Fills in sizes that depend on others, and keeps a θ of null, which means no rotation."""
         heads, features = given["num_attention_heads"], given["hidden_size"]
         key_heads = given.get("linear_num_key_heads", heads)
         key_features = given.get("linear_key_head_dim", int(0.75 * features / key_heads))
@@ -113,7 +113,11 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
-        """By default, attention in every fourth block, and at least in the last."""
+        """Returns the kind of each block.
+
+        By default, every fourth block has attention. A model of fewer blocks has
+        attention in its last block.
+        """
         types = super().layer_types({**given, "full_attention_interval": 4})
         if "layer_types" not in given and FULL not in types:
             types[-1] = FULL

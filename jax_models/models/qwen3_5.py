@@ -27,8 +27,8 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def _key_features(channels: int, fields: Fields) -> int:
     """The size of a key head, from the number of channels of the queries, keys and values."""
-    of_keys = channels - fields["num_value_heads"] * fields["value_features"]
-    return of_keys // (2 * fields["num_key_heads"])
+    key_channels = channels - fields["num_value_heads"] * fields["value_features"]
+    return key_channels // (2 * fields["num_key_heads"])
 
 
 SIZES = {

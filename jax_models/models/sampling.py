@@ -38,9 +38,11 @@ def sample(
     """
     vocab_size = logits.shape[-1]
     key = checked_key(key)
+    # Shift the logits so that the largest is 0, which no temperature makes infinite.
     logits = logits.astype(carry_dtype(logits.dtype))
     highest = jnp.max(logits, axis=-1, keepdims=True)
     logits = logits - highest
+    # Check the options, unless they are traced and have no values yet.
     if not isinstance(temperature, Tracer):
         temperature = checked_temperature(temperature)
     temperature = jnp.asarray(temperature, logits.dtype)
@@ -52,12 +54,15 @@ def sample(
     p = jnp.asarray(top_p, logits.dtype)
 
     def draw() -> Token:
+        # Keep the likeliest tokens. `cond` saves the work if nothing would be removed.
         kept = jax.lax.cond(k < vocab_size, _keep_largest, lambda logits, k: logits, logits, k)
         impossible = kept == -jnp.inf  # −∞ / ∞ would be NaN
         kept = jnp.where(impossible, kept, kept / temperature)
         kept = jax.lax.cond(p < 1, _keep_nucleus, lambda logits, p: logits, kept, p)
         return jax.random.categorical(key, kept)
 
+    # A temperature of 0, or too small to divide by, takes the likeliest token. Rows without finite
+    # logits have no token.
     greedy = temperature < jnp.finfo(logits.dtype).tiny
     token = jax.lax.cond(greedy, lambda: jnp.argmax(logits, axis=-1), draw)
     return jnp.where(jnp.isfinite(highest[:, 0]), token, -1)

@@ -42,10 +42,10 @@ def local_attention(
     # Compute the step that each slot holds, to mask keys outside the window.
     slots = torch.arange(keys.shape[1], device=q.device)
     last = position[:, None] - 1
-    of_slots = last - (last - slots) % len(slots)
-    of_keys = torch.cat([of_slots, positions], dim=1)  # the step of each key
-    distance = positions[:, None, :, None] - of_keys[:, None, None]
-    unseen = (of_keys < 0)[:, None, None] | (distance < 0) | (distance > len(slots))
+    slot_steps = last - (last - slots) % len(slots)
+    key_steps = torch.cat([slot_steps, positions], dim=1)  # the step of each key
+    distance = positions[:, None, :, None] - key_steps[:, None, None]
+    unseen = (key_steps < 0)[:, None, None] | (distance < 0) | (distance > len(slots))
     # Attend to the stored and the new keys together.
     all_keys, all_values = (
         torch.cat(pair, dim=1).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -102,13 +102,13 @@ class Attention(nn.Module):
         self.window, self.max_length = window, max_length
         self.rotated = size if rotary_features is None else rotary_features
         self.rope_theta, self.output_gate, self.qk_norm = rope_theta, output_gate, qk_norm
-        of_queries, of_keys = num_heads * size, self.num_kv_heads * size
-        self.q_proj = nn.Linear(features, (1 + output_gate) * of_queries, bias=use_bias)
-        self.k_proj = nn.Linear(features, of_keys, bias=use_bias)
-        self.v_proj = nn.Linear(features, of_keys, bias=use_bias)
-        self.o_proj = nn.Linear(of_queries, features, bias=out_bias)
+        query_size, key_size = num_heads * size, self.num_kv_heads * size
+        self.q_proj = nn.Linear(features, (1 + output_gate) * query_size, bias=use_bias)
+        self.k_proj = nn.Linear(features, key_size, bias=use_bias)
+        self.v_proj = nn.Linear(features, key_size, bias=use_bias)
+        self.o_proj = nn.Linear(query_size, features, bias=out_bias)
         if qk_norm is not None:
-            sizes = (of_queries, of_keys) if qk_norm == "all" else (size, size)
+            sizes = (query_size, key_size) if qk_norm == "all" else (size, size)
             self.q_norm, self.k_norm = (
                 ZeroCenteredRMSNorm(n, epsilon=epsilon)
                 if zero_centered_norm
@@ -117,22 +117,26 @@ class Attention(nn.Module):
             )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        # Each head of q_proj holds its query, and then its gate.
+        # Project to heads. With an output gate, each head of q_proj holds its query, and then its
+        # gate.
         q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
         gate = None
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
         k, v = (p(x).unflatten(-1, (self.num_kv_heads, -1)) for p in (self.k_proj, self.v_proj))
+        # Norm queries and keys, by head or over all heads.
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         elif self.qk_norm == "all":
             q = self.q_norm(q.flatten(-2)).view_as(q)
             k = self.k_norm(k.flatten(-2)).view_as(k)
 
+        # Without a window or a max_length, make room for the keys and values of these steps.
         position, keys, values = self.init_state(x.shape[0]) if state is None else state
         if self.window is None and self.max_length is None:
             keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in (keys, values))
         state = position, keys, values
+        # Attend, then gate and project the heads back.
         y, state = local_attention(q, k, v, state, rotated=self.rotated, theta=self.rope_theta)
         if gate is not None:
             y = y * gate.sigmoid()

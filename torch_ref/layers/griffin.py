@@ -46,9 +46,12 @@ class GriffinRecurrence(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         position, inputs, h = self.init_state(x.shape[0]) if state is None else state
+        # The short convolution continues from the last inputs, then the RG-LRU runs over its
+        # outputs.
         u = torch.cat([inputs, self.linear_x(x).mT], dim=-1)
         inputs = u[:, :, x.shape[1] :]
         h, (last, position) = self.rg_lru(self.conv_1d(u).mT, (h, position))
+        # The other branch is the gate.
         y = self.linear_out(self.activation(self.linear_y(x)) * h)
         return y, (position, inputs, last)
 

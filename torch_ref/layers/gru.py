@@ -36,8 +36,9 @@ class GRUScratch(nn.Module):
         for x_t in x.unbind(1):
             r = torch.sigmoid(self.w_ir(x_t) + self.w_hr(h))
             z = torch.sigmoid(self.w_iz(x_t) + self.w_hz(h))
-            of_h = r * self.w_hn(h) if self.reset_after else self.w_hn(r * h)
-            n = torch.tanh(self.w_in(x_t) + of_h)
+            # The reset gate comes after the product, as in torch, or before it, as in the paper.
+            recurrent = r * self.w_hn(h) if self.reset_after else self.w_hn(r * h)
+            n = torch.tanh(self.w_in(x_t) + recurrent)
             h = (1 - z) * n + z * h
             outputs.append(h[0])
         return torch.stack(outputs, dim=1), (h,)

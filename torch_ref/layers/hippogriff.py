@@ -65,15 +65,18 @@ class HippogriffHawk(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         inputs, h = self.init_state(x.shape[0]) if state is None else state
+        # Project to the gate and the recurrent branch.
         gate, u = self.input(x).chunk(2, dim=-1)
         if self.conv is not None:
             window = torch.cat([inputs, u.mT], dim=-1)
             inputs = window[:, :, x.shape[1] :]
             u = self.conv(window).mT
+        # Compute the decays and the scaled inputs of all steps: they do not depend on h.
         c = 8 if self.alpha_log_scale is None else self.alpha_log_scale.exp()
         r, i = torch.sigmoid(self.gates(u)).chunk(2, dim=-1)
         log_a = -c * F.softplus(self.forget_base) * r
         b = (1e-6 - torch.expm1(2 * log_a)).sqrt() * i * u
+        # Run the recurrence, then gate and project its outputs.
         outputs = []
         for a_t, b_t in zip(log_a.exp().unbind(1), b.unbind(1), strict=True):
             h = a_t * h + b_t
@@ -173,6 +176,7 @@ class HippogriffBlock(nn.Module):
             self.add_module(mlp, HippogriffMLP(features, mlp_features))
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        # The state of the whole block holds that of the recurrence, then that of the attention.
         states: dict[str, State] = {}
         if state is not None:
             states = {self.recurrence: state[:2], "smqa": state[2:]}

@@ -87,9 +87,12 @@ class HyenaBlock(nn.Module):
 
     def forward(self, u: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         window, *past = init_state(self, u.shape[0]) if state is None else state
+        # Compute the filters, long enough for all inputs so far.
         h = self.filter(past[0].shape[-1] + u.shape[1])
+        # Project to the gates x and to v, with the first skip connection.
         (*x, v), window = self.proj_input(u, window)
         v = v + u.mT
+        # Convolve v with each filter in turn, and gate the result.
         for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
             convolved, past[i] = convolve_with_past(h_i, v, B_i, past[i])
             v = v + F.normalize(x_i, dim=1) * convolved
@@ -140,8 +143,10 @@ class AuthenticHyenaBlock(nn.Module):
 
     def forward(self, u: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         window, *past = init_state(self, u.shape[0]) if state is None else state
+        # Compute the filters, long enough for all inputs so far.
         h = self.filter(past[0].shape[-1] + u.shape[1])
         (*x, v), window = self.proj_input(u, window)
+        # Convolve v with each filter in turn, and gate the result.
         for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
             convolved, past[i] = convolve_with_past(h_i, v, B_i, past[i])
             v = x_i * convolved

@@ -73,12 +73,16 @@ class HyenaDNAMixer(nn.Module):
 
     def forward(self, u: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         window, *past = self.init_state(u.shape[0]) if state is None else state
+        # Compute the filters, long enough for all inputs so far, and the weights of their skips.
         h = self.filter_fn(past[0].shape[-1] + u.shape[1])
         skip = self.filter_fn.bias.reshape(self.order - 1, self.features, 1)
         if not self.filter_bias:
             skip = torch.zeros_like(skip)
+        # The short convolution continues from the last inputs.
         z = torch.cat([window, self.in_proj(u).mT], dim=-1)
         first, *x, v = self.short_filter(z).split(self.features, dim=1)
+        # Gate v and convolve it, once for each gate from the last on. The first gate multiplies the
+        # result.
         for n, x_n in enumerate(reversed(x)):
             v, past[n] = convolve_with_past(h[n], v * x_n, skip[n], past[n])
         y = self.dropout(self.out_proj(self.activation(v * first).mT))

@@ -81,6 +81,8 @@ class HyenaDNAFilter(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         check_length(length, self.max_length)
+        # A small network maps each position to the taps there, and the window lets them fade with
+        # time.
         h = self.implicit_filter(self.pos_emb.z[:, :length])
         h = self.modulation(self.pos_emb.t[:, :length], h)
         if self.normalized:

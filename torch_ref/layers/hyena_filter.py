@@ -147,6 +147,7 @@ class AuthenticHyenaFilter(nn.Module):
         self.t = nn.Parameter(unit_time(max_length), requires_grad=False)
         self.h = nn.Parameter(torch.randn(order, features, max_length))
         self.window = AuthenticWindow(features)
+        # Train either the network or the taps. The module keeps both, as in the published code.
         unused = [self.h] if implicit else [*self.pos_emb.parameters(), *self.mlp.parameters()]
         for parameter in unused:
             parameter.requires_grad = False

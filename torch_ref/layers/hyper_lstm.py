@@ -57,10 +57,13 @@ class HyperLSTMCell(nn.Module):
 
     def forward(self, x: Tensor, state: State) -> State:
         h, c, h_hat, c_hat = state
+        # The hyper network reads the hidden state and the input.
         h_hat, c_hat = self.hyper.step(torch.cat([h, x], dim=-1), (h_hat, c_hat))
+        # Embed its output for each gate, once for h, once for x and once for the bias.
         z_h = self.z_h(h_hat).chunk(4, dim=-1)
         z_x = self.z_x(h_hat).chunk(4, dim=-1)
         z_b = self.z_b(h_hat).chunk(4, dim=-1)
+        # The embeddings scale the products of the main LSTM, whose gates are normalized.
         i, f, g, o = (
             self.layer_norm[k](
                 self.d_h[k](z_h[k]) * (h @ self.w_h[k].T)
@@ -107,6 +110,7 @@ class HyperLSTM(nn.Module):
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         states = list(zip(*(self.init_state(x.shape[0]) if state is None else state), strict=True))
         outputs = []
+        # In each step, run all layers from the lowest to the highest.
         for y in x.unbind(1):
             for layer, cell in enumerate(self.cells):
                 states[layer] = cell(y, states[layer])

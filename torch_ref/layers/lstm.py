@@ -48,6 +48,7 @@ class LSTMScratch(nn.Module):
         p_i, p_f, p_o = c.new_zeros(3) if self.peephole is None else self.peephole.chunk(3)
         outputs = []
         for x_t in x.unbind(1):
+            # The gates i and f see the old cell through their peepholes, and o sees the new one.
             i = torch.sigmoid(self.w_ii(x_t) + self.w_hi(h) + p_i * c)
             f = torch.sigmoid(self.w_if(x_t) + self.w_hf(h) + p_f * c)
             g = torch.tanh(self.w_ig(x_t) + self.w_hg(h))
@@ -118,13 +119,13 @@ class LSTMDeep(nn.Module):
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         state = self.init_state(x.shape[0]) if state is None else state
         last = []
-        for cell, *of_cell in zip(self.cells, *state, strict=True):
+        for cell, *cell_state in zip(self.cells, *state, strict=True):
             outputs = []
             for x_t in x.unbind(1):
-                of_cell = cell(x_t, of_cell)
-                outputs.append(of_cell[0])
+                cell_state = cell(x_t, cell_state)
+                outputs.append(cell_state[0])
             x = torch.stack(outputs, dim=1)
-            last.append(of_cell)
+            last.append(cell_state)
         h, c = map(torch.stack, zip(*last, strict=True))
         return x, (h, c)
 

@@ -92,6 +92,7 @@ class RGLRU(nn.Module):
         super().__init__()
         self.features, self.num_blocks, self.c = features, num_blocks, c
         self.scale_first_step = scale_first_step
+        # Dense gates have no bias, as in the paper; blocks have one, as in recurrentgemma.
         if num_blocks is None:
             self.input_gate = nn.Linear(features, features, bias=False)
             self.recurrence_gate = nn.Linear(features, features, bias=False)
@@ -113,8 +114,10 @@ class RGLRU(nn.Module):
         h, *position = self.init_state(x.shape[0]) if state is None else state
         outputs = []
         for x_t in x.unbind(1):
+            # The gates and the decay depend on the current input alone.
             i_t, r_t = self.gates(x_t)
             a_t, multiplier = self.decay(self.c * r_t)
+            # The first step of a document is not scaled, because nothing precedes it.
             if position:
                 multiplier = torch.where(position[0][:, None] == 0, 1, multiplier)
                 position = [position[0] + 1]

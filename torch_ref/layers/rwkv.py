@@ -58,10 +58,12 @@ class RWKVTimeMix(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         last, *sums = self.init_state(x.shape[0]) if state is None else state
+        # Each projection reads its own mixture of the current and the previous input.
         previous = token_shift(x, last)
         k = self.key(x * self.time_mix_k + previous * (1 - self.time_mix_k))
         v = self.value(x * self.time_mix_v + previous * (1 - self.time_mix_v))
         r = self.receptance(x * self.time_mix_r + previous * (1 - self.time_mix_r))
+        # Average the values of the past with weights e^k, then gate and project the result.
         average, sums = wkv(k, v, self.time_decay.exp(), self.time_first, sums)
         return self.output(torch.sigmoid(r) * average), (x[:, -1], *sums)
 

@@ -165,10 +165,12 @@ class RWKV7Block(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         att_state, ffn_state = (None, None) if state is None else (state[:2], state[2:])
+        # Above the lowest block, the input also contains the values of the lowest one.
         x, *v_first = (x,) if self.layer_index == 0 else x.chunk(2, dim=-1)
         if self.layer_index == 0:
             x = self.ln0(x)
         y, att_state = self.att(torch.cat([self.ln1(x), *v_first], dim=-1), att_state)
+        # The time mix returns these values beside its output, and the block passes them on.
         y, v_first = y.chunk(2, dim=-1)
         x = x + y
         y, ffn_state = self.ffn(self.ln2(x), ffn_state)

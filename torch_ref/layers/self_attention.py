@@ -26,9 +26,11 @@ class CausalSelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        # The state holds all inputs so far, from which the keys and values are computed again.
         inputs = x if state is None else torch.cat([state[0], x], dim=1)
         time, past = x.shape[1], inputs.shape[1] - x.shape[1]
         shape = time, past + time
+        # Each step sees the past and itself.
         mask = torch.ones(shape, dtype=torch.bool, device=x.device).triu(past + 1)
         y, _ = self.attn(x, inputs, inputs, attn_mask=mask, need_weights=False)
         return y, (inputs,)

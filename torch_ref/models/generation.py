@@ -21,9 +21,11 @@ def generate(model: Any, prompt: Tensor, num_tokens: int, *, temperature: float 
     model.eval()
     text, unread, state = prompt, prompt, None
     for _ in range(num_tokens):
+        # A text that is longer than the context is read again from its last `limit` tokens.
         if limit is not None and text.shape[1] > limit:
             unread, state = text[:, -limit:], None
         logits, state = model(unread, state)
+        # The state holds the rest of the text, so the model next reads only the new token.
         if temperature == 0:
             unread = logits[:, -1:].argmax(dim=-1)
         else:

@@ -59,6 +59,7 @@ class RNNLanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         rnn_state, start = (None, 0) if state is None else state
+        # Positions continue from those of the previous call.
         end = start + tokens.shape[1]
         x = self.embedding(tokens)
         if self.context_length is not None:

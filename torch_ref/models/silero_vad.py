@@ -35,15 +35,19 @@ class SileroVAD(nn.Module):
         context, h, c = self.init_state(len(audio)) if state is None else state
         probabilities = []
         for frame in audio.split(self.frame_length, dim=1):
+            # The STFT of a frame also reads the last samples of the frame before it.
             x = torch.cat([context, frame], dim=1)
             context = frame[:, -self.context_length :]
 
+            # Compute the magnitudes of the STFT, and convolve them down to one column.
             x = F.pad(x, (0, self.context_length), mode="reflect")
             real, imaginary = self.stft_conv(x[:, None]).split(self.bins, dim=1)
             x = torch.sqrt(real**2 + imaginary**2)  # 4 columns
             for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
                 x = torch.relu(conv(x))  # 4, 2, 1 and 1 columns
 
+            # The LSTM remembers the frames so far, and the head computes a probability from its
+            # output.
             h, c = self.lstm_cell(x[:, :, 0], (h, c))
             logit = self.final_conv(torch.relu(h)[:, :, None])
             probabilities.append(torch.sigmoid(logit[:, 0, 0]))
