@@ -30,17 +30,17 @@ def _sizes(
     head of keys and values.
     """
 
-    def of_keys(convert: Callable[[int, Fields], int]) -> Size:
+    def key_size(convert: Callable[[int, Fields], int]) -> Size:
         return keys._replace(convert=convert)
 
     return {
         "mlp_features": mlp,
         "block_types": kinds_by_key(gate, "recurrent", "attention"),
-        "num_heads": (Size(gate, 0, rank=3), of_keys(lambda n, fields: fields["features"] // n)),
+        "num_heads": (Size(gate, 0, rank=3), key_size(lambda n, fields: fields["features"] // n)),
         "recurrent_features": (Size(gate, 1, 3, lambda n, fields: n * fields["num_heads"]), ...),
         "kernel_size": (conv, ...),
         "num_kv_heads": (
-            of_keys(lambda n, fields: n * fields["num_heads"] // fields["features"]),
+            key_size(lambda n, fields: n * fields["num_heads"] // fields["features"]),
             ...,
         ),
         "attention_bias": has(query_bias),
