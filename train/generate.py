@@ -79,13 +79,13 @@ class Arguments(CheckedFields):
         if self.prompt and self.prompt_tokens is not None:
             raise ValueError("expected at most one of --prompt and --prompt-tokens")
         if self.weights is not None and not self.prompt and self.prompt_tokens is None:
-            raise ValueError("weights: needs --prompt or --prompt-tokens")
+            raise ValueError("weights: expected with --prompt or --prompt-tokens")
         if self.chat and (self.weights is None or not self.prompt):
-            raise ValueError("chat: needs --weights and --prompt")
+            raise ValueError("chat: expected with --weights and --prompt")
         if self.system is not None and not self.chat:
-            raise ValueError("system: needs --chat")
+            raise ValueError("system: expected with --chat")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ValueError("greedy: cannot be combined with --temperature, --top-k or --top-p")
+            raise ValueError("greedy: expected without --temperature, --top-k and --top-p")
 
 
 class PromptedModel(NamedTuple):

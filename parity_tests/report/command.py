@@ -54,7 +54,7 @@ class Arguments(Files):
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes: expected a number above 0, got {self.minutes}")
         if self.minutes is not None and self.json is None:
-            raise ValueError("minutes: needs --json FILE, which keeps the measurements")
+            raise ValueError("minutes: expected with --json FILE, where the measurements are kept")
 
 
 def cases_and_platforms(arguments: Arguments) -> tuple[list[str], list[str]]:
