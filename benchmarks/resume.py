@@ -14,7 +14,7 @@ FILE = "unfinished.json"
 
 
 class OutOfTime(Exception):  # noqa: N818
-    """The next piece would take longer than there is time for."""
+    """Raised if the next piece would take longer than the time that is left."""
 
 
 class ResumableRun:

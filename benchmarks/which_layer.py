@@ -72,7 +72,7 @@ CLIP = 1.0
 
 
 def adding(key: jax.Array):
-    """Two of 96 numbers are marked. The last output is their sum, from which 0.167 is guessed."""
+    """The last output is the sum of two marked numbers out of 96. Its variance is 0.167."""
     key, at_first, at_second = jax.random.split(key, 3)
     values = jax.random.uniform(key, (BATCH, 96))
     first = jax.random.randint(at_first, (BATCH, 1), 0, 48)
@@ -102,7 +102,7 @@ def parity(key: jax.Array):
 
 
 def recall(key: jax.Array):
-    """16 steps each have a key and its value, 16 more steps ask for the values of the keys."""
+    """16 steps each hold a key and its value, and 16 more steps ask for the values of the keys."""
     at_keys, at_values, at_queries = jax.random.split(key, 3)
     order = jnp.broadcast_to(jnp.arange(16), (BATCH, 16))
     keys = jax.random.permutation(at_keys, order, axis=1, independent=True)

@@ -23,7 +23,8 @@ result, and the largest share of the bound that an error takes. A pair passes if
 CHECKED = """
 ## What else is checked
 
-The tests run these checks on every case, as far as they apply to it:
+The tests run these checks, as far as they apply, on the first case of each architecture and on each
+case in which a check must find a planted fault:
 
 {checks}
 

@@ -9,5 +9,5 @@ PLACE = "benchmarks/results/README.md"
 
 
 def results() -> str:
-    """The page. Its links are relative to the folder of the records."""
+    """The page of results. Its links are relative to the folder of the records."""
     return page((ROOT / PLACE).parent, FAMILIES)

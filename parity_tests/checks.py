@@ -68,7 +68,7 @@ def no_state_gives_the_results_of_the_twin(checked: CheckedLayer):
 
 
 @check
-def the_twin_goes_on_from_its_state(checked: CheckedLayer):
+def the_twin_continues_from_its_state(checked: CheckedLayer):
     """The PyTorch twin gives the same outputs if a sequence is cut and then continued."""
     case, twin = checked.case, checked.case.build_twin().eval()
     if not case.causal:
@@ -342,7 +342,7 @@ def a_document_is_the_same_wherever_it_is(checked: CheckedLayer):
 
 
 @check
-def a_document_goes_on_in_another_row_and_from_a_file(checked: CheckedLayer):
+def a_document_continues_in_another_row_and_from_a_file(checked: CheckedLayer):
     """A document can be continued in another row, and from a state that was saved to a file."""
     x, length = checked.documents
     if not checked.case.causal:

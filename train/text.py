@@ -196,7 +196,7 @@ def _checked_digest(file: Path) -> str:
     with errors_naming(file):
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise CommandLineError(f"{file}: not a file")
+            raise CommandLineError(f"{file}: expected a file or a folder")
         if not status.st_size:
             raise CommandLineError(f"{file}: the file is empty")
         return file_digest(file)

@@ -34,8 +34,8 @@ class Diagonal(Sequences):
         """The largest allowed ratios of our time to the peers'."""
         if platform != "cpu":
             return {"limit": 0.7, "lax.associative_scan": 1 / 3}
-        of_torch = (0.6 if self.time < 10_000 else 0.06) if part == FORWARD else 0.35
-        peers = {"torch": of_torch, "recurrentgemma": 0.65, "lax.associative_scan": 0.33}
+        torch_target = (0.6 if self.time < 10_000 else 0.06) if part == FORWARD else 0.35
+        peers = {"torch": torch_target, "recurrentgemma": 0.65, "lax.associative_scan": 0.33}
         return peers | {"limit": 0.3}
 
 

@@ -29,7 +29,7 @@ def devices(folder: Path, records: list[Record]) -> str:
 
 
 def _parity(file: Path) -> tuple[Device, str]:
-    """The device of a record of `python -m parity_tests --json`, and the number of equal pairs."""
+    """The device of a record of `python -m parity_tests --json`, and how many pairs agree."""
     fields = json.loads(file.read_text(encoding="utf-8"))
     (platform,) = (name for name, state in fields["platforms"].items() if state == "ran")
     failing = {m["case"] for m in fields["measurements"] if m["verdict"] != "pass"}

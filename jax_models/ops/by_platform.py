@@ -77,13 +77,13 @@ def _derivative(
         def bound(*args):
             leaves = list(args[: -len(others)])
 
-            def of_inexact(*floats):
+            def run_on_floats(*floats):
                 for i, leaf in zip(inexact, floats, strict=True):
                     leaves[i] = leaf
                 return form(*leaves)
 
             floats = [leaves[i] for i in inexact]
-            return derivative(of_inexact, floats, list(args[-len(others) :]))
+            return derivative(run_on_floats, floats, list(args[-len(others) :]))
 
         return bound
 

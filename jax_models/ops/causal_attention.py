@@ -264,10 +264,10 @@ def _finite(x: Array) -> Array:
 def _queries(tiling: Tiling, q, k, first: Int[Array, "batch time"]) -> _Queries:
     tile, group = tiling.tile, q.shape[2] // k.shape[2]
 
-    def of_each(steps: Int[Array, "batch time"]) -> Array:
+    def tiles_of_steps(steps: Int[Array, "batch time"]) -> Array:
         return tiles(jnp.repeat(steps[..., None, None], group, axis=2), tile, group)
 
-    return _Queries(tiles(q, tile, group), of_each(first), of_each(_steps(q, first)))
+    return _Queries(tiles(q, tile, group), tiles_of_steps(first), tiles_of_steps(_steps(q, first)))
 
 
 def _steps(x: Array, like: Int[Array, "batch time"]) -> Int[Array, "1 time"]:
@@ -310,7 +310,7 @@ def _over_past(
     if not slots:
         return carry
 
-    def of_tile(first, carry: Carry) -> Carry:
+    def add_tile(first, carry: Carry) -> Carry:
         start = jnp.minimum(first, slots - tile)
         k_tile, v_tile = (
             lax.dynamic_slice_in_dim(array, start, tile, axis=1).astype(dtype) for array in (k, v)
@@ -322,7 +322,7 @@ def _over_past(
         return step(carry, _keys(k_tile, v_tile, steps, tile), start)
 
     def next_tile(carry: Carry, first):
-        return lax.cond(first < filled, of_tile, lambda _, carry: carry, first, carry), None
+        return lax.cond(first < filled, add_tile, lambda _, carry: carry, first, carry), None
 
     filled = jnp.max(position, initial=0)
     firsts = jnp.arange(0, slots, tile, dtype=position.dtype)

@@ -189,10 +189,10 @@ def _indices(xs: GatedSteps) -> Array:
 
 
 def _of_chunk(xs, n):
-    def of_chunk(x):
+    def slice_chunk(x):
         return lax.dynamic_slice_in_dim(x, n * _size(x), _size(x), axis=1)
 
-    return jax.tree.map(of_chunk, xs)
+    return jax.tree.map(slice_chunk, xs)
 
 
 def _into_chunk(x: Array, found: Array, n) -> Array:

@@ -97,14 +97,14 @@ def _jvp(primals, tangents, *, map: _Map):
     moving = [i for i, t in enumerate(residual_tangents) if type(t) is not ad.Zero]
     if moving:
 
-        def of_moving(*values):
+        def with_residuals(*values):
             leaves = list(residuals)
             for i, residual in zip(moving, values, strict=True):
                 leaves[i] = residual
             return map(*leaves, *x)
 
         _, y_tangent = jax.jvp(
-            of_moving,
+            with_residuals,
             tuple(residuals[i] for i in moving),
             tuple(residual_tangents[i] for i in moving),
         )

@@ -179,7 +179,7 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
     def twisted(x, twist):
         return x.astype(dtype) * jnp.broadcast_to(twist, x.shape)
 
-    def of_part(*signals):
+    def convolve(*signals):
         spectra = product(*(jnp.fft.fft(twisted(x, twist), n) for x in signals))
         signals = (jnp.fft.ifft(spectrum)[..., :time] for spectrum in spectra)
         return tuple(twisted(x, twist.conj()).real for x in signals)
@@ -187,18 +187,18 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
     unknown = is_symbolic_dim(signals[0].size)
     chunks = -(-signals[0].size * signals[0].dtype.itemsize // CHUNK_BYTES)
     if unknown or time >= LOOP_BELOW or chunks <= FEATURE_PARTS:
-        return _in_parallel(of_part, signals, max(min(FEATURE_PARTS, features), 1))
-    return _feature_loop(of_part, signals, -(-features // chunks))
+        return _in_parallel(convolve, signals, max(min(FEATURE_PARTS, features), 1))
+    return _feature_loop(convolve, signals, -(-features // chunks))
 
 
-def _in_parallel(of_part, signals: Signals, count: int) -> Signals:
-    """Applies `of_part` to `count` parts of the features in parallel."""
+def _in_parallel(convolve, signals: Signals, count: int) -> Signals:
+    """Applies `convolve` to `count` parts of the features in parallel."""
     parts = zip(*(jnp.array_split(x, count, axis=1) for x in signals), strict=True)
-    return tuple(jnp.concatenate(x, axis=1) for x in zip(*starmap(of_part, parts), strict=True))
+    return tuple(jnp.concatenate(x, axis=1) for x in zip(*starmap(convolve, parts), strict=True))
 
 
-def _feature_loop(of_part, signals: Signals, size: int) -> Signals:
-    """Applies `of_part` to `size` features at a time, in a loop."""
+def _feature_loop(convolve, signals: Signals, size: int) -> Signals:
+    """Applies `convolve` to `size` features at a time, in a loop."""
     features = signals[0].shape[1]
 
     def turn(i, outputs):
@@ -206,9 +206,9 @@ def _feature_loop(of_part, signals: Signals, size: int) -> Signals:
         part = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in signals)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=1)
-            for whole, new in zip(outputs, of_part(*part), strict=True)
+            for whole, new in zip(outputs, convolve(*part), strict=True)
         )
 
-    outputs = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(of_part, *signals)]
+    outputs = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(convolve, *signals)]
     outputs = match_varying_axes((*outputs, *signals))[: len(outputs)]
     return jax.lax.fori_loop(0, -(-features // size), turn, outputs)

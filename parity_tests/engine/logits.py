@@ -82,7 +82,7 @@ def _by_token(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def _agreement(actual: np.ndarray, expected: np.ndarray, k: int) -> np.ndarray:
-    """The share of the k largest expected logits that are not below the actual k-th largest."""
+    """The share of the k likeliest expected tokens that are also among the k likeliest, or tied."""
     k = min(k, expected.shape[-1])
     largest = np.argpartition(-expected, k - 1, axis=-1)[:, :k]
     least = -np.partition(-actual, k - 1, axis=-1)[:, k - 1, None]

@@ -20,13 +20,13 @@ def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
     named = {reports.twin: reports} if isinstance(reports, Report) else reports
     if not isinstance(named, Mapping) or not all(isinstance(r, Report) for r in named.values()):
         raise TypeError(
-            f"reports: expected one of `compare`, or a dict of them, got {reports!r:.60}"
+            f"reports: expected a report of `compare`, or a dict of reports, got {reports!r:.60}"
         )
     if not named:
         raise ValueError("reports: expected at least one")
     path = Path(path)
     if path.suffix not in FORMS:
-        raise ValueError(f"path: expected a name in {' or '.join(FORMS)}, got {str(path)!r}")
+        raise ValueError(f"path: expected a name ending in {' or '.join(FORMS)}, got {str(path)!r}")
     write_whole(path, FORMS[path.suffix](record_of(named)))
 
 

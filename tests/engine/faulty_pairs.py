@@ -169,11 +169,11 @@ def table(
     ]
 
 
-def of_nnx(fault, transform="as it is"):
+def nnx_pair(fault, transform="as it is"):
     return Model(fault, transform), table()
 
 
-def of_function(fault, named=lambda name, x: x):
+def function_pair(fault, named=lambda name, x: x):
     def norm(weights, prefix, fault, x):
         mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
         y = (x - mean) / jnp.sqrt(var + epsilon(fault))
@@ -223,7 +223,7 @@ class LinenModel(flax.linen.Module):
         )
 
 
-def of_linen(fault, form="a pair"):
+def linen_pair(fault, form="a pair"):
     module = LinenModel(fault)
     rows, variables = table(block="block_{}."), module.init(jax.random.key(0), TOKENS)
     if form == "a loader":
@@ -235,7 +235,7 @@ def of_linen(fault, form="a pair"):
     return module.bind(variables) if form == "bound" else (module, variables), rows
 
 
-def of_haiku(fault, form="a pair"):
+def haiku_pair(fault, form="a pair"):
     haiku = pytest.importorskip("haiku")
 
     class HaikuBlock(haiku.Module):
@@ -267,7 +267,7 @@ def of_haiku(fault, form="a pair"):
     return haiku.without_apply_rng(transformed), loader(variables, rows)
 
 
-def of_equinox(fault, form="a table"):
+def equinox_pair(fault, form="a table"):
     equinox = pytest.importorskip("equinox")
     key = jax.random.key(0)
 
@@ -320,7 +320,7 @@ def of_equinox(fault, form="a table"):
     return lambda model, tokens: equinox.nn.inference_mode(model)(tokens), load
 
 
-def of_keras(fault, form="a table"):
+def keras_pair(fault, form="a table"):
     keras = pytest.importorskip("keras")
 
     class KerasNorm(keras.layers.Layer):
@@ -374,14 +374,14 @@ def of_keras(fault, form="a table"):
 
 
 FRAMEWORKS = {
-    **{f"NNX, {name}": partial(of_nnx, transform=name) for name in TRANSFORMS},
-    "Linen": of_linen,
-    "Linen in NNX": partial(of_linen, form="ToNNX"),
-    "Equinox": of_equinox,
-    "haiku": of_haiku,
-    "Keras": of_keras,
-    "function": of_function,
-    "function with taps": partial(of_function, named=tap),
+    **{f"NNX, {name}": partial(nnx_pair, transform=name) for name in TRANSFORMS},
+    "Linen": linen_pair,
+    "Linen in NNX": partial(linen_pair, form="ToNNX"),
+    "Equinox": equinox_pair,
+    "haiku": haiku_pair,
+    "Keras": keras_pair,
+    "function": function_pair,
+    "function with taps": partial(function_pair, named=tap),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from faulty_pairs import TOKENS, TorchModel, of_equinox, of_haiku, of_keras, of_linen
+from faulty_pairs import TOKENS, TorchModel, equinox_pair, haiku_pair, keras_pair, linen_pair
 from flax import nnx
 
 from jax_models.weights import added, transposed
@@ -20,10 +20,10 @@ from parity_tests.engine.traces.frameworks import trace_jax
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 FORMS = {
-    of_linen: ("a pair", "a loader", "bound", "ToNNX"),
-    of_equinox: ("a table", "a function of a model", "a loader"),
-    of_haiku: ("a pair", "a loader", "a pair with state"),
-    of_keras: ("a table", "a loader"),
+    linen_pair: ("a pair", "a loader", "bound", "ToNNX"),
+    equinox_pair: ("a table", "a function of a model", "a loader"),
+    haiku_pair: ("a pair", "a loader", "a pair with state"),
+    keras_pair: ("a table", "a loader"),
 }
 """The forms of a model, by framework."""
 
@@ -45,7 +45,7 @@ def test_models_of_other_frameworks(framework, form):
     assert "weight gradients" in report.errors["float64"]
 
 
-@pytest.mark.parametrize("framework", [of_linen, of_equinox, of_keras])
+@pytest.mark.parametrize("framework", [linen_pair, equinox_pair, keras_pair])
 def test_a_model_without_weights_has_others(framework):
     """Comparing its outputs would be meaningless."""
     model, _ = framework(None, FORMS[framework][0])

@@ -103,7 +103,7 @@ def weights_of(weights, suffix):
 
 # The frameworks. Each makes a model and its weights from a function `call(parts, *inputs)`. `parts`
 # has, for each module, its name, its function, and the torch key of each weight.
-def of_nnx(call, parts, shapes):
+def nnx_pair(call, parts, shapes):
     class Part(nnx.Module):
         def __init__(self, function, keys):
             self.function, self.weights = function, nnx.Dict()
@@ -131,7 +131,7 @@ def of_nnx(call, parts, shapes):
     return Model(), rows
 
 
-def of_linen(call, parts, shapes):
+def linen_pair(call, parts, shapes):
     class Part(flax.linen.Module):
         function: object
         keys: object
@@ -151,7 +151,7 @@ def of_linen(call, parts, shapes):
     return Model().apply, lambda weights: {"params": nested(weights, parts)}
 
 
-def of_function(call, parts, shapes):
+def function_pair(call, parts, shapes):
     def function(weights, *inputs):
         arrays = nested(weights, parts)
         each = {name: partial(function, arrays[name]) for name, (function, _) in parts.items()}
@@ -167,7 +167,7 @@ def nested(weights, parts):
     }
 
 
-FRAMEWORKS = {"NNX": of_nnx, "Linen": of_linen, "function": of_function}
+FRAMEWORKS = {"NNX": nnx_pair, "Linen": linen_pair, "function": function_pair}
 
 
 # What the head of a model gets from a layer, by the mistake that only JAX's side makes. `r` has the

@@ -172,5 +172,5 @@ def test_a_record_without_activations_is_not_located(tmp_path):
         with pytest.raises(AssertionError) as error:
             assert_parity(path, model, weights=weights)
         assert ("first to depart: blocks.1.act" in str(error.value)) == is_located
-    with pytest.raises(ValueError, match=r"names: expected torch submodules of embed, .*, got 'x'"):
+    with pytest.raises(ValueError, match=r"names: expected torch submodules .embed, .*, got 'x'"):
         compare(large, model, weights=weights, names={"x": "embed"})

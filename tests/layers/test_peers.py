@@ -173,7 +173,7 @@ def test_logits_and_states_err_as_those_of_the_package(beside):
     assert_errs_at_most_as(beside.yardstick, errors)
 
 
-def test_the_package_goes_on_from_our_state(beside):
+def test_the_package_continues_from_our_state(beside):
     _, half = of_twin(beside.twin, PROMPT[:HALF])
     oracle, _ = of_twin(beside.twin, PROMPT[HALF:], half, as_package=True)
     error = relative_errors({"logits": beside.rest}, {"logits": oracle["logits"]})

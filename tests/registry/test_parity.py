@@ -78,7 +78,7 @@ def test_agrees_with_twin_on_rows_of_several_lengths(name):
 
 LATE = (
     "a document is the same wherever it is",
-    "a document goes on in another row and from a file",
+    "a document continues in another row and from a file",
     "jit equals eager",
     "left padding has no influence",
     "vmap equals loop",
@@ -105,7 +105,7 @@ def test_holds(name, check):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.config])
-def test_the_twins_text_goes_on_from_the_state(name):
+def test_the_twin_generates_from_its_state(name):
     """The expected text reads the whole text, or its longest context, again for each token."""
     twin = CASES[name].build_twin().eval()
     prompt = text = torch.tensor(CASES[name].inputs(time=4))

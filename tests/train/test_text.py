@@ -209,7 +209,7 @@ def test_all_of_a_folder_is_read_or_refused(folder, monkeypatch):
     [
         ("nothing", "the folder has no files"),
         ("empty", "the file is empty"),
-        ("pipe", "not a file"),
+        ("pipe", "expected a file or a folder"),
     ],
 )
 def test_what_holds_no_text_is_refused(name, message, tmp_path):

@@ -62,11 +62,11 @@ def equinox(problem: Gated):
         _, ys = jax.lax.scan(step, zero_state(problem), jnp.swapaxes(x, 0, 1))
         return jnp.swapaxes(ys, 0, 1)
 
-    def of_torch(gradients):
+    def as_torch(gradients):
         x, weights = gradients
         return named_gradients(x, weights["weight_ih"].T, weights["weight_hh"].T, weights["bias"])
 
-    return Function((x, weights), apply, of_torch)
+    return Function((x, weights), apply, as_torch)
 
 
 @contenders.jax("haiku")
@@ -93,13 +93,13 @@ def haiku(problem: Gated):
 
     transformed = hk.without_apply_rng(hk.transform(unroll))
 
-    def of_torch(gradients):
+    def as_torch(gradients):
         x, weights = gradients
         kernel, bias = (reordered(weights["lstm/linear"][key]) for key in "wb")
         w_ih, w_hh = np.split(kernel, 2)
         return named_gradients(x, w_ih, w_hh, bias)
 
-    return Function((x, weights), lambda params: transformed.apply(params[1], params[0]), of_torch)
+    return Function((x, weights), lambda params: transformed.apply(params[1], params[0]), as_torch)
 
 
 @contenders.jax("nnx.RNN")
@@ -136,7 +136,7 @@ def nnx_rnn(problem: Gated):
         y = layer(x, initial_carry=carry, seq_lengths=seq_lengths)
         return y if lengths is None else y * (steps < lengths[:, None])[..., None]
 
-    def of_torch(gradients):
+    def as_torch(gradients):
         x, weights = gradients
         found = {"x": x}
         for end, layer in zip(problem.directions, nnx.merge(graphdef, weights, rest), strict=True):
@@ -145,7 +145,7 @@ def nnx_rnn(problem: Gated):
             found[f"bias_ih{end}"] = getattr(layer.cell, biased).bias[...]
         return found
 
-    return Function((x, weights), apply, of_torch)
+    return Function((x, weights), apply, as_torch)
 
 
 @contenders.jax("linen.RNN")
@@ -172,7 +172,7 @@ def linen_rnn(problem: Gated):
         x, cell = params
         return layer.apply({"params": {"cell": cell}}, x)
 
-    def of_torch(gradients):
+    def as_torch(gradients):
         x, cell = gradients
         biased = "h" if problem.cell == "LSTM" else "i"
         parts = [(cell[f"i{g}"], cell[f"h{g}"], cell[f"{biased}{g}"]["bias"]) for g in gates]
@@ -180,7 +180,7 @@ def linen_rnn(problem: Gated):
         w_ih, w_hh = (np.concatenate([w["kernel"] for w in ws], axis=-1) for ws in (w_i, w_h))
         return named_gradients(x, w_ih, w_hh, np.concatenate(bias))
 
-    return Function((x, cell), apply, of_torch)
+    return Function((x, cell), apply, as_torch)
 
 
 @contenders.jax("keras")
@@ -211,9 +211,9 @@ def keras(problem: Gated):
         x, weights = params
         return layer.stateless_call(weights, rest, x)[0]
 
-    def of_torch(gradients):
+    def as_torch(gradients):
         x, weights = gradients
         w_ih, w_hh, bias = map(reordered, weights)
         return named_gradients(x, w_ih, w_hh, bias[0] if problem.cell == "GRU" else bias)
 
-    return Function((x, weights), apply, of_torch)
+    return Function((x, weights), apply, as_torch)

@@ -162,10 +162,10 @@ def _batch(leaves, axes, *, call: Call, tree):
     if any(a is not None and b is None for a, b in zip(axes, batch_axes, strict=True)):
         mapped = {i: jnp.moveaxis(leaves[i], a, 0) for i, a in enumerate(axes) if a is not None}
 
-        def of_element(mapped):
+        def run_element(mapped):
             return bind(*(mapped.get(i, leaf) for i, leaf in enumerate(leaves)))
 
-        results = lax.map(of_element, mapped)
+        results = lax.map(run_element, mapped)
         return results, [0] * len(results)
 
     def merged(x, axis, batch):

@@ -44,10 +44,8 @@ def checked_names(
     for side, given, known in (("torch", names, submodules), ("JAX", names.values(), modules)):
         for name in given:
             if known is not None and name not in known:
-                raise ValueError(
-                    f"names: expected {side} submodules of "
-                    f"{', '.join(filter(None, known)) or 'a module that has none'}, got {name!r}"
-                )
+                existing = ", ".join(filter(None, known)) or "there are none"
+                raise ValueError(f"names: expected {side} submodules ({existing}), got {name!r}")
     return names
 
 

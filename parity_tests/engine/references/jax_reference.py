@@ -70,8 +70,8 @@ class JaxReference(Reference):
         except TypeError as error:
             if "must be Tensor" in str(error):
                 raise TypeError(
-                    "twin: expected a function of JAX arrays, but this calls torch: wrap it in a "
-                    "torch.nn.Module"
+                    "twin: expected a function of JAX arrays, got one that calls torch: wrap it "
+                    "in a torch.nn.Module"
                 ) from error
             raise
         return self

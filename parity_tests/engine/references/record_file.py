@@ -65,10 +65,10 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError) as error:
         raise ValueError(
-            f"{path}: expected a whole safetensors file of parity_tests.record: {error}"
+            f"{path}: expected a complete file that parity_tests.record wrote: {error}"
         ) from None
     if KEY not in metadata:
-        raise ValueError(f"{path}: a safetensors file, but not one of parity_tests.record")
+        raise ValueError(f"{path}: expected a file that parity_tests.record wrote, got another one")
     if metadata.get(CHECKSUM) != _checksum(arrays, metadata[KEY]):
         raise ValueError(f"{path}: a damaged record, record it again")
     facts = json.loads(metadata[KEY])

@@ -69,13 +69,16 @@ class RecordedReference(Reference):
         dtypes = recorded if dtypes is None else dtypes
         given = super().make_problem(inputs, kwargs, dtypes, seed, call_twin, logits)
         if given.inputs and not are_same_inputs(given.inputs, self._inputs):
-            raise ValueError(f"inputs: expected those of {self._path}, or none, got others")
+            raise ValueError(f"inputs: expected the inputs of {self._path}, or none, got others")
         if call_twin is not None:
-            raise ValueError("call_twin: a record has the results of its own call, leave it out")
+            raise ValueError("call_twin: expected none, because the record has its results")
         if seed not in (None, own_seed):
-            raise ValueError(f"seed: expected that of the record, {own_seed}, got {seed}")
+            raise ValueError(f"seed: expected the seed of the record, {own_seed}, got {seed}")
         if not {*given.dtypes} <= {*recorded}:
-            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given.dtypes}")
+            raise ValueError(
+                f"dtypes: expected some of {', '.join(recorded)}, which the record has, got "
+                f"{', '.join(given.dtypes)}"
+            )
         return dataclasses.replace(given, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:

@@ -56,7 +56,7 @@ class RunErrors:
 
 
 class Run(NamedTuple):
-    """A run of a reference, by default in float64 without its own casts."""
+    """The options of a reference's run, which by default is in float64 and ignores its casts."""
 
     dtype: str = ""
     """The dtype of the run, with the reference's own casts."""

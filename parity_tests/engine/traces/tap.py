@@ -43,7 +43,7 @@ mlir.register_lowering(tell_p, mlir.lower_fun(_tell_from_device, multiple_result
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def observed(forward: Callable, backward: Any, differentiated: Any, x: jax.Array) -> jax.Array:
-    """The same array; `forward` is called with its value, and `backward` with its gradient's.
+    """The same array; `forward` is called with its value, and `backward` with its gradient.
 
     If the array is differentiated, `differentiated` is called.
     """

@@ -96,8 +96,8 @@ def compare_training(
         raise ValueError("batches: expected at least one")
     if checked_size("accumulate", accumulate) > len(batches):
         raise ValueError(
-            f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
-            "no optimizer would take a step"
+            f"accumulate: expected at most {len(batches)}, the number of batches, got "
+            f"{accumulate}, with which no optimizer would take a step"
         )
     check_functions(
         {"loss": loss, "loss_twin": loss_twin, "optimizer_twin": optimizer_twin},

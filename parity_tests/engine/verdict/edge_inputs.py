@@ -153,9 +153,9 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
 
 
 def picks_among_equals(problem: Problem) -> bool:
-    """True if torch picks one of several equal numbers, as a sort does, so that no pick is right.
+    """True if torch picks one of several equal numbers, as a sort does: JAX may pick another one.
 
-    That is so if tiny changes of the inputs change torch's indices.
+    torch does so if tiny changes of the inputs change its indices.
     """
 
     def picks(inputs: Any) -> list[torch.Tensor]:
