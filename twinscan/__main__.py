@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from twinscan.interrupted import exit_at_once
+from twinscan.interrupted import exit_at_once, until_the_pipe_is_closed
 from twinscan.own_packages import pin
 
 COMMANDS = {
@@ -45,9 +45,8 @@ def main() -> None:
     """The entry point of the console script."""
     args = sys.argv[1:] or ["--help"]
     if args[0] in ("-h", "--help"):
-        if hasattr(signal, "SIGPIPE"):  # if the reader has closed the pipe, end without a traceback
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(USAGE)
+        with until_the_pipe_is_closed():
+            print(USAGE)
         return
     exit_at_once("twinscan")
     pin("jax_models", "torch_ref")

@@ -5,7 +5,6 @@ import contextlib
 import difflib
 import importlib
 import io
-import os
 import re
 import shlex
 import shutil
@@ -21,6 +20,7 @@ import tyro
 
 import jax_models
 from jax_models.entry_points import DuplicateNameError
+from twinscan.interrupted import until_the_pipe_is_closed
 
 T = TypeVar("T")
 
@@ -205,10 +205,8 @@ def one_line_errors(prog: str) -> Iterator[None]:
     exit_code = CommandLineError.exit_code
     replace_unencodable()
     try:
-        yield
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+        with until_the_pipe_is_closed():
+            yield
     except CommandLineError as error:
         message, exit_code = str(error), error.exit_code
     except StoppedError as stop:
@@ -258,5 +256,4 @@ def run_command(
             exit_code = main(args, prog)
         except SystemExit as stop:  # such as that of --help
             exit_code = stop.code
-        sys.stdout.flush()  # if Python did it while it exits, a closed pipe would print a traceback
-        raise SystemExit(exit_code)
+    raise SystemExit(exit_code)

@@ -51,7 +51,7 @@ MESHES_OF = {
     MIN_GRU: (*MESHES,),
     "GPModel of hyena": ("1×1×8, fully sharded",),
     "GPModel of attention": ("4×2×1, fully sharded",),
-    "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
+    **dict.fromkeys(("RNNLanguageModel", "RNNLanguageModel of LSTM"), ("8×1×1, fully sharded",)),
 }
 """The meshes to compare for the first model of each architecture, and for some others.
 
