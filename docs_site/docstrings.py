@@ -1,8 +1,8 @@
 """What Sphinx's autodoc needs to show our docstrings and types as a reader wants them.
 
 Docstrings are Markdown with the sections of Google's style. Sphinx's napoleon reads the sections.
-What is left are the parts in which Markdown differs from reStructuredText: examples and equations,
-which are indented, and names in single backticks.
+This module converts the rest of what differs between Markdown and reStructuredText: examples and
+equations, which are indented, and names in single backticks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ MARKUP = re.compile(r"[*|]|_\b")
 def rewrite(app: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrites the lines of a docstring, when autodoc has read them."""
     text = "\n".join(lines).strip("\n")
-    # Python gives a field of a NamedTuple a docstring, and a value has that of its type.
+    # Fields of a NamedTuple have a docstring from Python, and values have the one of their type.
     is_ours = kind != "data" and not text.startswith("Alias for field number")
     lines[:] = rest(text) if is_ours else []
 

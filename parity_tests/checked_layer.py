@@ -1,4 +1,4 @@
-"""What a check looks at: a layer of the registry in float64, and its compiled functions."""
+"""A layer of the registry in float64, with its compiled functions, for the checks to look at."""
 
 import functools
 from collections.abc import Callable, Sequence
