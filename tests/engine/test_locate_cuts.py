@@ -180,6 +180,11 @@ class Fused(nnx.Linear):
         return nnx.relu(super().__call__(x))
 
 
+class Doubled(nnx.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
 class Block(nnx.Module):
     """Computes the same as a module of torch, but loses a part of its gradient."""
 
@@ -240,6 +245,12 @@ PLACES = {
         lambda: named(Fused, lambda m, x: 3 * m.inner(x)),
         linear("inner", "inner"),
         {""},
+    ),
+    "a layer that doubles its right result": (
+        Residual,
+        lambda: named(Doubled, lambda m, x: x + m.inner(jnp.tanh(x))),
+        linear("inner", "linear"),
+        {"linear"},
     ),
     "padding before a convolution": (
         lambda: Within(torch.nn.Conv1d(3, 3, 3, padding=1)),
@@ -354,12 +365,13 @@ def test_a_fault_is_found_where_the_sides_are_divided_differently(place):
     ("place", "culprits"),
     [
         ("another input of a layer", {None}),
+        ("a layer that doubles its right result", {None}),
         ("a gradient that a block loses", {"0"}),
         ("a gradient that is lost between two blocks", {None, ""}),
     ],
 )
 def test_a_record_accuses_no_layer_that_gets_another_input(place, culprits, tmp_path):
-    """A record cannot run the layer again on the input that JAX's gets."""
+    """A record cannot run the layer again on the input that JAX's gets, or the code behind it."""
     twin, model, weights, _ = PLACES[place]
     torch.manual_seed(0)
     path, x = tmp_path / "twin.safetensors", np.random.default_rng(0).standard_normal((5, 4))

@@ -359,10 +359,10 @@ class Twin(torch.nn.Module):
         return self.call(self, torch, self.run, "", *inputs)
 
 
-def port_of(twin, kind, framework, fault, *, cells=False, inner_fault=""):
+def port_of(twin, kind, framework, fault, *, cells=False, is_carry_first=False, inner_fault=""):
     """A port of the twin, whose modules are whole layers or single cells."""
     shapes = {key: tuple(value.shape) for key, value in twin.state_dict().items()}
-    parts, suffixes, is_carry_first = {}, {}, framework == "Linen"
+    parts, suffixes = {}, {}
     for name, module in twin.named_children():
         keys = {key: f"{name}.{key}" for key, _ in module.named_parameters()}
         if not isinstance(module, torch.nn.RNNBase):
@@ -403,16 +403,22 @@ def report_of(wiring, kind, framework, fault="", **options):
     return compare(twin, model, *inputs, weights=weights, dtypes=["float64"], locate=True)
 
 
-# Half of the mistakes are made in NNX, whose layers are whole. The others are made in these forms,
-# whose turn it is: the framework, and whether a layer is divided into its cells.
-FORMS = {0: ("Linen", False), 4: ("function", False), 5: ("NNX", True), 7: ("function", True)}
+# Each mistake is made in the form whose turn it is: a framework, and whether a layer is divided
+# into its cells or returns its carry first.
+WHOLE = ("NNX", {})
+FORMS = {
+    0: ("Linen", {"is_carry_first": True}),
+    2: ("NNX", {"is_carry_first": True}),
+    4: ("function", {}),
+    5: ("NNX", {"cells": True}),
+    7: ("function", {"cells": True}),
+}
 MISTAKES = [(name, fault) for name, wiring in WIRINGS.items() for fault in wiring.faults]
 CASES = [
     pytest.param(
         name,
         "LSTM" if "state" in fault or i % 8 not in FORMS else ("GRU", "RNN")[i % 2],
-        # A function does not show a gradient that only torch stops.
-        *FORMS.get(-1 if "torch stops" in name else i % 8, ("NNX", False)),
+        FORMS.get(i % 8, WHOLE),
         fault,
         marks=[] if i % 4 == 1 else pytest.mark.slow,
     )
@@ -420,27 +426,48 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "framework", "cells", "fault"), CASES)
-def test_the_caller_is_the_culprit_if_it_uses_another_output(name, kind, framework, cells, fault):
-    report = report_of(WIRINGS[name], kind, framework, fault, cells=cells)
+@pytest.mark.parametrize(
+    ("name", "kind", "form", "fault"),
+    [
+        *CASES,
+        ("translation", "GRU", ("NNX", {"is_carry_first": True}), "first step"),
+        ("a gradient that torch stops", "GRU", ("function", {}), "hidden state"),
+    ],
+)
+def test_the_caller_is_the_culprit_if_it_uses_another_output(name, kind, form, fault):
+    framework, options = form
+    report = report_of(WIRINGS[name], kind, framework, fault, **options)
     assert not report.passed
     assert report.location.culprit == "", f"\n{report}"
 
 
 @pytest.mark.parametrize(
-    ("kind", "framework", "cells", "fault"),
+    ("name", "fault", "layer"),
     [
-        ("RNN", "NNX", True, "bias"),
-        ("GRU", "function", True, "bias"),
-        pytest.param("GRU", "Linen", False, "bias", marks=pytest.mark.slow),
-        pytest.param("LSTM", "function", False, "gates", marks=pytest.mark.slow),
-        pytest.param("LSTM", "NNX", True, "gates", marks=pytest.mark.slow),
-        ("LSTM", "Linen", False, "stopped input"),
-        pytest.param("LSTM", "NNX", True, "stopped input", marks=pytest.mark.slow),
+        ("a gradient that JAX stops", "outputs and state", "rnn"),
+        ("the only gradient", "outputs", "head"),
     ],
 )
-def test_the_layer_is_the_culprit_if_its_own_code_departs(kind, framework, cells, fault):
+def test_nothing_tells_where_a_function_stops_the_only_gradient(name, fault, layer):
+    report = report_of(WIRINGS[name], "GRU", "function", fault)
+    assert report.location.remarks == (f"(it may be in {layer} or the module itself)",)
+    assert report.location.culprit is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "framework", "options", "fault"),
+    [
+        ("RNN", "NNX", {"cells": True}, "bias"),
+        ("GRU", "function", {"cells": True}, "bias"),
+        pytest.param("GRU", "Linen", {"is_carry_first": True}, "bias", marks=pytest.mark.slow),
+        pytest.param("LSTM", "function", {}, "gates", marks=pytest.mark.slow),
+        pytest.param("LSTM", "NNX", {"cells": True}, "gates", marks=pytest.mark.slow),
+        ("LSTM", "Linen", {"is_carry_first": True}, "stopped input"),
+        pytest.param("LSTM", "NNX", {"cells": True}, "stopped input", marks=pytest.mark.slow),
+    ],
+)
+def test_the_layer_is_the_culprit_if_its_own_code_departs(kind, framework, options, fault):
     """Backward, if a bias or the input has no gradient: a cell's output is also its carry."""
-    report = report_of(ONE_LAYER, kind, framework, cells=cells, inner_fault=fault)
+    report = report_of(ONE_LAYER, kind, framework, inner_fault=fault, **options)
     assert not report.passed
     assert report.location.culprit == "rnn", f"\n{report}"

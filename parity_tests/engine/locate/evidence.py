@@ -16,7 +16,7 @@ from parity_tests.engine.locate.counterpart import (
 )
 from parity_tests.engine.locate.pairs import Pairs
 from parity_tests.engine.locate.search import Search, WantedArray
-from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
+from parity_tests.engine.locate.values import Difference, difference, identity, is_telling, layouts
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 from parity_tests.engine.traces.trace import BACKWARD, FORWARD, SLOTS, Call, Direction, Trace
@@ -76,6 +76,11 @@ class Evidence:
         self.differences: dict[tuple[Call, str], dict[str, Difference]] = {}
         self._stopped: set[tuple[str, bytes]] = set()
         """The slot and the identity of each gradient that JAX stops elsewhere."""
+        self.takes_another: set[Call] = set()
+        """The calls whose counterparts take another array of the same shape besides, which they may
+        use instead of the one that agrees."""
+        self.longer_counterparts: Pairs = {}
+        """The counterparts that compute the output of a layer, and return something else."""
         self.paired_calls = pairs.keys() - {self.trace.root}
         incoming, outgoing = direction.incoming, direction.outgoing
         self._incoming_arrays = {
@@ -135,6 +140,12 @@ class Evidence:
             or (self.direction is FORWARD and label in call.slots[BACKWARD.incoming])
         )
 
+    def gets_no_gradient(self, call: Call) -> bool:
+        """True if JAX gives all weights of a call a gradient of zero."""
+        gradients = self.jax_trace.results.get("weight gradients", {})
+        found = [gradients[key] for key in call.slots["weight gradients"] if key in gradients]
+        return bool(found) and not any(gradient.any() for gradient in found)
+
     def is_within(self, call: Call, slot: str, label: str, error: float) -> bool:
         """True if rounding explains the error of an array."""
         return error <= self.reference.bound(call, slot, label, error, self.min_bound)
@@ -150,7 +161,18 @@ class Evidence:
             self._compare_gradients(call, slot, calls)
             return
         expected, actual = call.slots[slot], joined(calls, slot)
-        for label, place in self._places(call, slot, calls).items():
+        places = self._places(call, slot, calls)
+        if slot == FORWARD.incoming:  # JAX's module may use an array that torch's does not take
+            used = {place.label for place in places.values()}
+            known = {actual[label].tobytes() for label in used}
+            shapes = {expected[label].shape for label in places}
+            if any(
+                is_telling(array) and array.shape in shapes and array.tobytes() not in known
+                for label, array in actual.items()
+                if label not in used
+            ):
+                self.takes_another.add(call)
+        for label, place in places.items():
             array = place.of(actual)
             if array is not None and not (slot == "inputs" and array.size > expected[label].size):
                 self._judge(call, slot, [label], array, expected[label])
@@ -167,6 +189,16 @@ class Evidence:
             return found is not None and found.error <= bound
 
         return corresponding_places(expected, calls, slot, agrees)
+
+    def returned_by_counterpart(self, call: Call) -> Arrays:
+        """What a longer counterpart returns in place of a layer's outputs, in their shapes."""
+        calls, expected = self.longer_counterparts[call], call.slots[FORWARD.outgoing]
+        actual = joined(calls, FORWARD.outgoing)
+        return {
+            label: array
+            for label, place in self._places(call, FORWARD.outgoing, calls).items()
+            for _, array in itertools.islice(layouts(place.of(actual), expected[label].shape), 1)
+        }
 
     def _compare_gradients(self, call: Call, slot: str, calls: list[Call]) -> None:
         """Compares the gradients of the arrays that correspond."""
@@ -306,4 +338,5 @@ class Evidence:
                 for label, state in states.items():
                     if state == DEPARTS and identity(call, FORWARD.outgoing, label) in matched:
                         states[label] = MATCHED
-                        self.pairs.pop(call, None)
+                        if calls := self.pairs.pop(call, None):
+                            self.longer_counterparts[call] = calls

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 
 from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, identities, is_weight
-from parity_tests.engine.locate.substitute import takes_other_input
+from parity_tests.engine.locate.substitute import departs_alone, takes_other_input
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.traces.trace import FORWARD, Call
 
@@ -71,7 +71,7 @@ class Rule:
         suspects = [call for call in children if self._is_suspect(call)]
         after = next((c for c in reversed(children) if self.evidence.is_right(c)), None)
         if not suspects:
-            return Culprit(frame, after)
+            return self._own_code(Culprit(frame, after))
 
         # If the first suspect takes a wrong array, the fault is in the code before the suspect.
         first, *others = suspects
@@ -79,7 +79,7 @@ class Rule:
         after = next((c for c in reversed(earlier) if self.evidence.is_right(c)), None)
         before_first = Culprit(frame, after, first)
         if not self.has_right_inputs(first):
-            return before_first
+            return self._own_code(before_first)
 
         # A suspect without a counterpart that takes the same arrays leaves two doubts. If several
         # suspects take the same arrays, these arrays may be wrong although JAX has them somewhere.
@@ -109,6 +109,19 @@ class Rule:
             return self.culprit(first)
         return self._leaf_culprit(before_first, first)
 
+    def _own_code(self, culprit: Culprit) -> Culprit:
+        """The culprit, which is the own code of a call, or a layer whose result this code takes."""
+        inner = self.evidence.trace.calls_inside(culprit.call, self.evidence.direction)
+        undecided = []
+        for layer in (call for call in inner if call in self.evidence.longer_counterparts):
+            is_wrong = departs_alone(self.problem, self.evidence, layer)
+            if is_wrong:
+                self.evidence.pairs[layer] = self.evidence.longer_counterparts[layer]
+                return Culprit(layer)
+            if is_wrong is None:
+                undecided.append(layer)
+        return self._ambiguous(culprit, *undecided) if undecided else culprit
+
     def _leaf_culprit(self, in_frame: Culprit, leaf: Call) -> Culprit:
         """The culprit, which is a call without inner calls or the code that computes its input."""
         leaf_itself, states = Culprit(leaf), self.evidence.states
@@ -136,21 +149,25 @@ class Rule:
                 inner = outer
 
         # JAX does not. If the layer is the culprit, JAX applies the calls that use its output to
-        # another array. If JAX does not do so for one of these calls, it is a candidate, too.
+        # another array. If JAX does not do so for one of these calls, it is a candidate, too. If
+        # JAX only stops gradients, nothing tells whether it does so in the layer or around it.
+        gives = states[leaf, self.outgoing].values()
+        are_right_or_missing = MATCHED in gives and DEPARTS not in gives
         if leaf in tested:
             unaffected_users = [user for user in users if tested.get(user) is False]
             if unaffected_users and self.is_forward:
                 return self._ambiguous(in_frame, leaf, *unaffected_users)
-            return leaf_itself
+            is_stopped = are_right_or_missing or self.evidence.gets_no_gradient(leaf)
+            is_clear = self.is_forward or not is_stopped
+            return leaf_itself if is_clear else self._ambiguous(in_frame, leaf)
 
         # The layer could not be tested. It is the culprit unless the code around it may be.
         if leaf.weights and self.evidence.reference.run_again is None:
             return self._ambiguous(in_frame, leaf)
         if self.is_forward:  # if the layer takes only integers, those that JAX's takes are unknown
             return leaf_itself if incoming else self._ambiguous(in_frame, leaf)
-        states = states[leaf, self.outgoing].values()
-        if MATCHED in states:  # it takes right arrays; JAX may stop the other gradients before it
-            return leaf_itself if DEPARTS in states else self._ambiguous(in_frame, leaf)
+        if MATCHED in gives:
+            return self._ambiguous(in_frame, leaf) if are_right_or_missing else leaf_itself
         paired_callers = [outer for outer in callers if outer in self.evidence.paired_calls]
         if paired_callers:
             return Culprit(paired_callers[0], before=leaf)
@@ -169,9 +186,10 @@ class Rule:
         return bool(tells) and not self.evidence.is_right(call)
 
     def _has_matching_counterpart(self, call: Call) -> bool:
-        """True if JAX has a counterpart of the call that takes the same arrays."""
+        """True if JAX has a counterpart of the call that takes the same arrays, and no others."""
         state = self.evidence.state(call, self.incoming)
-        return call in self.evidence.paired_calls and state == MATCHED
+        is_clear = call in self.evidence.paired_calls - self.evidence.takes_another
+        return is_clear and state == MATCHED
 
     def has_right_inputs(self, call: Call) -> bool:
         """True if all arrays that the call takes are right.

@@ -14,7 +14,7 @@ from parity_tests.engine.locate.evidence import Evidence, telling_arrays
 from parity_tests.engine.locate.search import Search, WantedArray, watch_jax
 from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.trace import FORWARD, Call
+from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Call
 
 
 def takes_other_input(
@@ -69,6 +69,9 @@ def takes_other_input(
             for i, j in itertools.combinations(range(len(incoming) + 1), 2)
             if j - i < len(incoming)
         ]
+        if not is_forward:  # a call runs backward only from the gradients that it is given
+            given = call.slots[direction.incoming]
+            replacements = [given | replaced for replaced in replacements]
         outgoing = run_again(call.index, direction, replacements)
         results += [
             (call, label, WantedArray(result))
@@ -85,25 +88,64 @@ def takes_other_input(
         return evidence.is_within(call, direction.outgoing, label, found.error)
 
     # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
-    among_torch_arrays = Search([WantedArray(each.array) for *_, each in results])
-    for call in all_calls:
-        for slot in (direction.incoming, direction.outgoing):
-            for array in telling_arrays(call, slot).values():
-                among_torch_arrays.see(array)
+    in_torch = _among_torch(evidence, [each.array for *_, each in results])
     new = [
         result
-        for result, in_torch in zip(results, among_torch_arrays.wanted, strict=True)
-        if not is_same(*result[:2], in_torch)
+        for result, found in zip(results, in_torch, strict=True)
+        if not is_same(*result[:2], found)
     ]
     watch_jax(problem, reference, Search([each for *_, each in new]).see, is_forward=is_forward)
     found = {result[0] for result in new if is_same(*result)}
     return {call: call in found for call in tested}
 
 
+def departs_alone(problem: Problem, evidence: Evidence, layer: Call) -> bool | None:
+    """Whether all that follows a layer is right, but for what JAX's layer gives it.
+
+    JAX's layer computes the output of torch's, and gives something else. Either this is wrong, or
+    the layer does a part of what torch's caller does. It is wrong if torch's caller, given the same
+    arrays, computes what JAX's does. None if the reference cannot tell.
+    """
+    outputs, reference = evidence.returned_by_counterpart(layer), evidence.reference
+    in_torch = _among_torch(evidence, [*outputs.values()])
+    if all(each.error <= evidence.min_bound for each in in_torch):
+        return False
+    if reference.trace_with is None:
+        return None
+    calls = reference.trace_with(layer.index, outputs).calls
+    users = [(call, FORWARD.incoming) for call in evidence.trace.calls if layer in call.sources]
+    wanted = [
+        (call, slot, label, WantedArray(array))
+        for call, slot in users or [(layer.parent, FORWARD.outgoing)]
+        for label, array in telling_arrays(calls[call.index], slot).items()
+        if not np.array_equal(array, call.slots[slot].get(label))
+    ]
+    watch_jax(problem, reference, Search([each for *_, each in wanted]).see, is_forward=True)
+    return bool(wanted) and all(evidence.is_within(*place, each.error) for *place, each in wanted)
+
+
+def _among_torch(evidence: Evidence, arrays: Sequence[np.ndarray]) -> Sequence[WantedArray]:
+    """The arrays, with their errors to the closest arrays of torch's calls in this direction."""
+    search = Search([WantedArray(array) for array in arrays])
+    for call in evidence.trace.calls:
+        for slot in (evidence.direction.incoming, evidence.direction.outgoing):
+            for array in telling_arrays(call, slot).values():
+                search.see(array)
+    return search.wanted
+
+
 def _incoming(evidence: Evidence, call: Call) -> list[tuple[list[str], np.ndarray]]:
-    """The arrays that a call takes, each once, with its labels."""
+    """The arrays that a call takes, each once, with its labels.
+
+    Backward, an output of which torch uses no gradient has a gradient of zero.
+    """
     slot = evidence.direction.incoming
     incoming, labels = telling_arrays(call, slot), {}
     for label in incoming:
         labels.setdefault(identity(call, slot, label), []).append(label)
-    return [(each, incoming[each[0]]) for each in labels.values()]
+    found = [(each, incoming[each[0]]) for each in labels.values()]
+    if evidence.direction is BACKWARD:
+        outputs = telling_arrays(call, FORWARD.outgoing)
+        unused = outputs.keys() - call.slots[slot].keys()
+        found += [([label], np.zeros_like(outputs[label])) for label in outputs if label in unused]
+    return found

@@ -35,7 +35,13 @@ from parity_tests.engine.results import (
     not_finite,
     replayable,
 )
-from parity_tests.engine.traces.reference_trace import ReferenceTrace, RunAgain, errors_at, own_run
+from parity_tests.engine.traces.reference_trace import (
+    ReferenceTrace,
+    RunAgain,
+    TraceWith,
+    errors_at,
+    own_run,
+)
 from parity_tests.engine.traces.trace import Trace
 
 ResultKey = tuple[str, str]
@@ -100,6 +106,7 @@ class Reference(abc.ABC):
     """Remarks on the limits of the comparison, for the report."""
     runs: Runs
     run_again: RunAgain | None = None
+    trace_with: TraceWith | None = None
 
     def make_problem(
         self,
@@ -266,4 +273,5 @@ class Runs:
             rounded_errors,
             moved_errors,
             reference.run_again,
+            reference.trace_with,
         )

@@ -28,7 +28,7 @@ from parity_tests.engine.problem import Arrays, Problem, state_dict_arrays
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey, Run, Runs
 from parity_tests.engine.results import GROUPS, Results, are_same, not_finite
-from parity_tests.engine.traces.torch_trace import run_again, trace_torch
+from parity_tests.engine.traces.torch_trace import run_again, trace_torch, trace_with
 from parity_tests.engine.traces.trace import Trace
 
 
@@ -45,7 +45,7 @@ class TorchReference(Reference):
     def run(self, problem: Problem, say: Say = silent) -> Self:
         """Runs the problem's torch side in float64."""
         self.problem, self.runs = problem, Runs(self, say)
-        self.run_again = partial(run_again, problem)
+        self.run_again, self.trace_with = partial(run_again, problem), partial(trace_with, problem)
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)

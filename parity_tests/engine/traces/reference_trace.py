@@ -17,6 +17,9 @@ RunAgain = Callable[[int, Any, Sequence[Arrays]], list[Arrays]]
 """`run_again(index, direction, replacements)` runs the call at `index` once for each replacement.
 Its arrays replace those that the call takes under their labels.
 """
+TraceWith = Callable[[int, Arrays], Trace]
+"""`trace_with(index, outputs)` has the calls of the forward pass if the one at `index` gives other
+outputs."""
 
 
 class OwnRun(NamedTuple):
@@ -42,6 +45,8 @@ class ReferenceTrace:
     """The errors of runs whose constants are off by their rounding to float32, each run once."""
     run_again: RunAgain | None = None
     """None if the reference cannot be run, such as a record."""
+    trace_with: TraceWith | None = None
+    """None if the reference cannot be run in this way."""
     cast_to: Sequence[str] = ()
     """The dtypes below float32 to which the reference casts; the float64 run ignores these."""
 

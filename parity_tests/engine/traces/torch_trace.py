@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,29 @@ Nodes = dict[Any, Call | None]
 
 
 def trace_torch(
-    problem: Problem, run: Callable[[Prepare], Results], *, is_forward: bool = False
+    problem: Problem,
+    run: Callable[[Prepare], Results],
+    *,
+    is_forward: bool = False,
+    outputs: Mapping[int, Arrays] = MappingProxyType({}),
 ) -> Trace:
-    """The calls of the torch side; with `is_forward`, only those of the forward pass."""
+    """The calls of the torch side; with `is_forward`, only those of the forward pass.
+
+    `outputs` has, by the index of a call, arrays that the call gives instead of its own.
+    """
     trace = Trace(is_forward=is_forward)
     owners = weight_owners(problem.twin)
     with trace.running(trace.begin("", "run")):
-        results = run(lambda twin: add_hooks(twin, owners, trace))
+        results = run(lambda twin: add_hooks(twin, owners, trace, outputs))
     return trace.finish(problem, results.forward if is_forward else results)
 
 
-def add_hooks(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
+def add_hooks(
+    twin: torch.nn.Module,
+    owners: Mapping[str, str],
+    trace: Trace,
+    outputs: Mapping[int, Arrays],
+) -> None:
     """Registers hooks that record the inputs, outputs and gradients of each call of a submodule.
 
     Each floating tensor is copied at each call, so that its gradient comes from this call alone.
@@ -52,7 +65,10 @@ def add_hooks(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) ->
             return observed(call, "inputs", "input gradients", (args, kwargs))
 
         def after(module, args, kwargs, result):
-            return observed(trace.open_calls.pop(), "outputs", "output gradients", result)
+            call = trace.open_calls.pop()
+            others = _as_tensors(outputs.get(call.index, {}))
+            result = map_arrays(result, others.get, torch.is_tensor) if others else result
+            return observed(call, "outputs", "output gradients", result)
 
         with contextlib.suppress(RuntimeError):  # a scripted submodule takes no Python hooks
             module.register_forward_pre_hook(before, with_kwargs=True)
@@ -82,6 +98,12 @@ def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str,
     return map_arrays(tree, observe_tensor, torch.is_tensor)
 
 
+def trace_with(problem: Problem, index: int, outputs: Arrays) -> Trace:
+    """The calls of the forward pass in float64, if the call at this index gives other outputs."""
+    run = partial(forward, problem)
+    return trace_torch(problem, run, is_forward=True, outputs={index: outputs})
+
+
 def run_again(
     problem: Problem,
     index: int,
@@ -99,8 +121,7 @@ def run_again(
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if next(indices) == index:
             for arrays in replacements:
-                others = {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
-                found.append(_run_with(module, (args, kwargs), direction, others))
+                found.append(_run_with(module, (args, kwargs), direction, _as_tensors(arrays)))
 
     def prepare(twin: torch.nn.Module) -> None:
         for module in twin.modules():
@@ -155,6 +176,10 @@ def producers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
             pending += [before for before, _ in node.next_functions]
         elif (call := nodes[node]) is not None:
             yield call
+
+
+def _as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
