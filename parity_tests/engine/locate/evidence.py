@@ -197,7 +197,8 @@ class Evidence:
         return {
             label: array
             for label, place in self._places(call, FORWARD.outgoing, calls).items()
-            for _, array in itertools.islice(layouts(place.of(actual), expected[label].shape), 1)
+            if (given := place.of(actual)) is not None
+            for _, array in itertools.islice(layouts(given, expected[label].shape), 1)
         }
 
     def _compare_gradients(self, call: Call, slot: str, calls: list[Call]) -> None:

@@ -114,14 +114,17 @@ def departs_alone(problem: Problem, evidence: Evidence, layer: Call) -> bool | N
         return None
     calls = reference.trace_with(layer.index, outputs).calls
     users = [(call, FORWARD.incoming) for call in evidence.trace.calls if layer in call.sources]
+    users = users or [(outer, FORWARD.outgoing) for outer in itertools.islice(layer.ancestors, 1)]
     wanted = [
         (call, slot, label, WantedArray(array))
-        for call, slot in users or [(layer.parent, FORWARD.outgoing)]
+        for call, slot in users
         for label, array in telling_arrays(calls[call.index], slot).items()
-        if not np.array_equal(array, call.slots[slot].get(label))
+        if not np.array_equal(array, call.slots[slot].get(label, ()))
     ]
     watch_jax(problem, reference, Search([each for *_, each in wanted]).see, is_forward=True)
-    return bool(wanted) and all(evidence.is_within(*place, each.error) for *place, each in wanted)
+    return bool(wanted) and all(
+        evidence.is_within(call, slot, label, found.error) for call, slot, label, found in wanted
+    )
 
 
 def _among_torch(evidence: Evidence, arrays: Sequence[np.ndarray]) -> Sequence[WantedArray]:
