@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 ARGS ?=
+# Tests start many processes, which would otherwise compile all our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL_NATIVE := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
 	--force-reinstall --no-deps ./native
 

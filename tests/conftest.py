@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import gc
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,6 +40,7 @@ def on_eight_devices():
             patch.setenv("JAX_PLATFORMS", "cpu")
             patch.setenv("JAX_ENABLE_X64", "1")
             pool.submit(jax.device_count).result()
+            pool.submit(gc.set_threshold, *gc.get_threshold()).result()
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

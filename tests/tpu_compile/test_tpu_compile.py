@@ -8,12 +8,16 @@ import sys
 from collections import Counter
 from functools import partial
 
+import jax
 import pytest
 
+from parity_tests.registry import CASES
 from tpu_compile import __main__ as command
 from tpu_compile import libtpu
 from tpu_compile.hlo import Array, collectives, entry, exchanges, precisions
 from tpu_compile.outcome import hlo_faults, one_line_reason
+from tpu_compile.programs import kernel_programs
+from tpu_compile.sharded import sharded_programs
 from twinscan.command_line import CommandLineError
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -124,6 +128,22 @@ def test_a_reason_is_one_line():
     assert one_line_reason(NotImplementedError("no rule\nfor it")).endswith(
         "NotImplementedError: no rule"
     )
+
+
+def test_kernels_are_compiled_for_each_kind_of_chip_and_all_else_for_one(monkeypatch):
+    monkeypatch.setattr(libtpu, "topology", lambda name: libtpu.Topology(name, jax.devices()[:1]))
+
+    def compiled_for(kind: str, **arguments) -> set[str]:
+        programs = command.programs(command.Arguments(**arguments))
+        return {program.name for program in programs if program.topology.startswith(kind)}
+
+    kernels = {kernel.name for kernel in kernel_programs(libtpu.topology("v6e:1x1"))}
+    others = {name for name, case in CASES.items() if "tpu" in case.platforms}
+    others.add("train step of lstm")
+    sharded = {program.name for program in sharded_programs(libtpu.topology)}
+    assert compiled_for("v5e") == kernels | others | sharded
+    assert compiled_for("v6e") == kernels
+    assert compiled_for("v6e", chip=("v6e",)) == kernels | others
 
 
 def test_jax_says_which_libtpu(monkeypatch):
