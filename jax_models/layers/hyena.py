@@ -178,7 +178,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         return {
             "annotated-hyena": [
                 *linear("proj_input", "proj_input.linear"),
-                *nested(self.conv.torch_layouts()["hawk"], "conv", "proj_input"),
+                *nested(self.conv.torch_rows(), "conv", "proj_input.conv"),
                 *nested(self.filter.torch_layouts()["annotated-hyena"], "filter", "filter"),
                 squeezed("B", "B", (1, 3)),
                 *linear("proj_output", "proj_output"),
