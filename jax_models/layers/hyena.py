@@ -80,7 +80,8 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
         self.filter = make_filter()
         self.B = nnx.Param(
-            jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype)
+            jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype),
+            is_matrix=False,
         )
         self.proj_output = Linear(features, features, **matrix)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
