@@ -4,6 +4,7 @@ The public names are those that the modules below list in their `__all__`.
 """
 
 import contextlib as _contextlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jax.export import register_namedtuple_serialization as _register
 
@@ -73,3 +74,18 @@ for _name in __all__:
         # `jax.export` serializes a program only if the types of its states are registered.
         with _contextlib.suppress(ValueError):  # already registered, if this module is reloaded
             _register(globals()[_name], serialized_name=f"{__name__}.{_name}")
+
+_REMOVED = {
+    "rwkv_from_torch": "from_weights, after undo_rescale if you gave rescaled_every",
+    "griffin_from_weights": "from_weights",
+    "hyena_dna_from_weights": "from_weights",
+}
+"""The functions that were removed, and what to use instead."""
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        """Says what to use instead of a function that was removed."""
+        if name in _REMOVED:  # `from jax_models import …` would hide an AttributeError
+            raise ImportError(f"{name} was removed: use {_REMOVED[name]}: see docs/migration.md")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_models import project
@@ -136,14 +136,14 @@ def scale_by_amsgrad(
     return optax.GradientTransformation(init, update)
 
 
-NO_MATRICES = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
-"""The names of parameters that have several axes but are not matrices."""
+def is_matrix(param: Any) -> bool:
+    """Whether a parameter is a matrix, or a stack of matrices.
 
-
-def is_matrix(path: tuple[Any, ...], param: jax.Array) -> bool:
-    """Whether the parameter at this path is a matrix, or a stack of matrices."""
-    name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-    return param.ndim >= 2 and name.split(".")[-1] not in NO_MATRICES
+    A layer declares a parameter with several axes that is no matrix by
+    `nnx.Param(value, is_matrix=False)`.
+    """
+    declared = not isinstance(param, nnx.Variable) or param.get_metadata("is_matrix", True)
+    return bool(declared and param.ndim >= 2)
 
 
 def add_decayed_weights(
@@ -151,12 +151,17 @@ def add_decayed_weights(
 ) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`, with a state that does not depend on the mask."""
 
-    def add(path, update, param):
-        if mask == "matrices" and not is_matrix(path, param):
+    def add(param, update):
+        if mask == "matrices" and not is_matrix(param):
             return update
-        return update + weight_decay * param
+        return jax.tree.map(lambda p, u: u + weight_decay * p, param, update)
 
-    return optax.stateless(partial(jax.tree_util.tree_map_with_path, add))
+    def add_all(updates, params):
+        return jax.tree.map(
+            add, params, updates, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+
+    return optax.stateless(add_all)
 
 
 class AveragedState(NamedTuple):

@@ -25,7 +25,7 @@ from jax_models.options import (
     with_inits,
 )
 from jax_models.sequence import SequenceLayer, check_time
-from jax_models.weights import Layouts, Table, linear, rms_norm
+from jax_models.weights import SharedLayer, Table, linear, rms_norm
 
 Norm = Literal["head", "all"]
 """Whether the queries and keys of each head are normed, or those of all heads together."""
@@ -126,7 +126,7 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
 
-class Attention(CachedAttention):
+class Attention(SharedLayer, CachedAttention):
     """Causal attention with grouped queries and rotary positions.
 
         >>> layer = Attention(64, num_heads=4, num_kv_heads=2, max_length=256, rngs=nnx.Rngs(0))
@@ -177,8 +177,7 @@ class Attention(CachedAttention):
             or `bias_init` without biases. At the call: x is longer than max_length, or a state is
             given without a `max_length`.
 
-    Layouts: `qwen3_5` (transformers' Qwen3_5Attention), or with a norm over all heads `olmo_hybrid`
-    (OlmoHybridAttention); and `lfm2` (Lfm2Attention).
+    Layouts: those that the architectures declare.
 
     """
 
@@ -308,20 +307,13 @@ class Attention(CachedAttention):
             | first_axis("heads", "out_proj.kernel")
         )
 
-    def torch_layouts(self) -> Layouts:
-        """The keys of transformers' attention layers."""
-
-        def table(out_proj: str, norm: str) -> Table:
-            bias = self.q_proj.use_bias
-            return [
-                *(row for p in ("q_proj", "k_proj", "v_proj") for row in linear(p, p, bias=bias)),
-                *linear("out_proj", out_proj, bias=self.out_proj.use_bias),
-                *(
-                    rms_norm("q_norm", f"q_{norm}") + rms_norm("k_norm", f"k_{norm}")
-                    if self.qk_norm is not None
-                    else []
-                ),
-            ]
-
-        first = "olmo_hybrid" if self.qk_norm == "all" else "qwen3_5"
-        return {first: table("o_proj", "norm"), "lfm2": table("out_proj", "layernorm")}
+    def rows(
+        self, q_proj: str, k_proj: str, v_proj: str, out_proj: str, q_norm: str, k_norm: str
+    ) -> Table:
+        """The rows of a torch module whose parts have these names."""
+        keys, bias = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj}, self.q_proj.use_bias
+        rows = [row for name, key in keys.items() for row in linear(name, key, bias=bias)]
+        rows += linear("out_proj", out_proj, bias=self.out_proj.use_bias)
+        if self.qk_norm is not None:
+            rows += rms_norm("q_norm", q_norm) + rms_norm("k_norm", k_norm)
+        return rows

@@ -12,10 +12,10 @@ from jax_models.layers.linear import torch_uniform
 from jax_models.ops import CausalConv1DState
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, Weight, same
+from jax_models.weights import Layouts, SharedLayer, Table, Weight, same
 
 
-class CausalConv1D(SequenceLayer[CausalConv1DState]):
+class CausalConv1D(SharedLayer, SequenceLayer[CausalConv1DState]):
     """A depthwise convolution that sees the current input and the kernel_size − 1 before it.
 
         >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
@@ -37,8 +37,8 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without a bias.
 
-    Layouts: `hawk` (torch_ref.CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
-    (recurrentgemma's Conv1D).
+    Layouts: `hf` (a depthwise torch.nn.Conv1d), and those that the architectures declare. The first
+    is `hawk` (torch_ref.CausalConv1d).
 
     """
 
@@ -75,14 +75,11 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         bias = None if self.bias is None else self.bias[...].astype(dtype)
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
+    def torch_rows(self) -> Table:
+        """The rows of a depthwise `torch.nn.Conv1d`."""
+        kernel = Weight(("kernel",), ("weight",), lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],))
+        return [kernel] if self.bias is None else [kernel, same("bias", "bias")]
+
     def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf`: a depthwise `torch.nn.Conv1d`. `deepmind`: recurrentgemma's Conv1D."""
-
-        def table(prefix: str) -> Table:
-            key = (f"{prefix}weight",)
-            kernel = Weight(("kernel",), key, lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],))
-            return [kernel, same("bias", f"{prefix}bias")]
-
-        deepmind = [same("kernel", "w"), same("bias", "b")]
-        layouts = {"hawk": table("conv."), "hf": table(""), "deepmind": deepmind}
-        return layouts if self.bias is not None else {n: rows[:1] for n, rows in layouts.items()}
+        """`hf`: a depthwise `torch.nn.Conv1d`; and the layouts that the architectures declare."""
+        return super().torch_layouts() | {"hf": self.torch_rows()}

@@ -4,7 +4,6 @@ __all__ = ["GatedDeltaNet", "GatedDeltaNetState"]
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import jax
@@ -21,8 +20,7 @@ from jax_models.ops import CausalConv1DState, carry_dtype
 from jax_models.ops.checks import Positive, check_divides
 from jax_models.options import Initializer, MatrixOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, linear, nested, rms_norm, same
-from jax_models.weights.rows import namespace
+from jax_models.weights import SharedLayer
 
 
 def log_of_uniform(low: float, high: float) -> Initializer:
@@ -60,7 +58,7 @@ class GatedDeltaNetState(NamedTuple):
     delta: Float[Array, "batch heads value key"]
 
 
-class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
+class GatedDeltaNet(SharedLayer, SequenceLayer[GatedDeltaNetState]):
     """Gated DeltaNet, which keeps a matrix of keys and values for each head.
 
         >>> sizes = {"num_key_heads": 2, "num_value_heads": 4}
@@ -103,9 +101,7 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         ValueError: a size or epsilon is not positive, num_key_heads does not divide
             num_value_heads, or there is no such method.
 
-    Layouts: `qwen3_5`, `olmo_hybrid`, `qwen3_next` (the `linear_attn` of transformers' models; that
-    of Qwen3-Next has q, k, v and z of each key head side by side), and `olmo_hybrid-file` (the
-    files of OLMo Hybrid, which have three convolutions).
+    Layouts: those that the architectures declare.
 
     """
 
@@ -228,74 +224,4 @@ class GatedDeltaNet(SequenceLayer[GatedDeltaNetState]):
         | last_axis("heads", "A_log", "dt_bias")
         | first_axis("heads", "out_proj.kernel")
         | whole("conv")  # a few numbers for each of the channels of q, k and v
-    )
-
-    def torch_layouts(self) -> Layouts:
-        """The keys of the `linear_attn` of each model, and those of OLMo Hybrid's files."""
-        served = self.num_value_heads // self.num_key_heads
-        keys, values = self.key_features, served * self.value_features
-        qkvz, ba = [f"{name}_proj" for name in "qkvz"], ["b_proj", "a_proj"]
-        convs = [f"{name}_conv1d.weight" for name in "qkv"]
-        conv = nested(self.conv.torch_layouts()["hf"], "conv", "conv1d")
-        shared = [same(name, name) for name in ("A_log", "dt_bias")]
-        qwen = [*shared, *rms_norm("norm", "norm"), *linear("out_proj", "out_proj", bias=False)]
-        names = {n: n for n in qkvz + ba} | {"z_proj": "g_proj", "out_proj": "o_proj"}
-        olmo = [
-            *shared,
-            *rms_norm("norm", "o_norm"),
-            *(row for name, key in names.items() for row in linear(name, key, bias=False)),
-        ]
-        return {
-            "qwen3_5": [
-                *qwen,
-                *conv,
-                side_by_side(qkvz[:3], "in_proj_qkv.weight", self.sizes),
-                *(row for n in "zba" for row in linear(f"{n}_proj", f"in_proj_{n}", bias=False)),
-            ],
-            "olmo_hybrid": [*olmo, *conv],
-            "olmo_hybrid-file": [*olmo, in_thirds("conv.kernel", convs)],
-            "qwen3_next": [
-                *qwen,
-                *conv,
-                side_by_side(
-                    qkvz, "in_proj_qkvz.weight", (keys, keys, values, values), self.num_key_heads
-                ),
-                side_by_side(ba, "in_proj_ba.weight", (served, served), self.num_key_heads),
-            ],
-        }
-
-
-def side_by_side(
-    projections: Sequence[str], key: str, sizes: Sequence[int], num_heads: int = 1
-) -> Weight:
-    """The key's (out, in) matrix holds, for each head, `sizes` rows of each projection in turn."""
-    ends = [*itertools.accumulate(sizes)][:-1]
-
-    def to_jax(a):
-        by_head = namespace(a).split(a.reshape(num_heads, -1, a.shape[1]), ends, axis=1)
-        return tuple(part.reshape(-1, a.shape[1]).T for part in by_head)
-
-    def to_torch(*kernels):
-        by_head = [kernel.T.reshape(num_heads, -1, len(kernel)) for kernel in kernels]
-        return (namespace(kernels[0]).concat(by_head, axis=1).reshape(-1, len(kernels[0])),)
-
-    return Weight(tuple(f"{name}.kernel" for name in projections), (key,), to_jax, to_torch)
-
-
-def in_thirds(kernel: str, keys: Sequence[str]) -> Weight:
-    """The row of a kernel that is exported in equal thirds and imported from parts of any size.
-
-    transformers divides the channels into equal thirds, even if q, k and v have other sizes.
-    """
-
-    def to_torch(a):
-        third = -(-a.shape[1] // 3)
-        return tuple(namespace(a).split(a.T[:, None], [third, 2 * third]))
-
-    return Weight(
-        (kernel,),
-        tuple(keys),
-        lambda *parts: (namespace(parts[0]).concat([part[:, 0].T for part in parts], axis=1),),
-        to_torch,
-        any_division=True,
     )

@@ -8,17 +8,28 @@ from typing import Any, Literal, NamedTuple, Unpack
 from jaxtyping import Array, Int
 
 from jax_models.layers.activation import Gelu
+from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.hawk import GatedRecurrence
 from jax_models.layers.linear import normal_of_fan_in
 from jax_models.layers.local_attention import LocalAttention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.layers.residual import ResidualBlock
+from jax_models.layers.rg_lru import RGLRU
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import Positive
 from jax_models.options import Initializer, LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, dense, linear, nested, rms_norm
+from jax_models.weights import (
+    Layouts,
+    dense,
+    layouts_of,
+    linear,
+    nested,
+    rms_norm,
+    same,
+    stacked,
+)
 
 CONV_VARIANCE = 0.01
 """The initial variance of a convolution's kernel, multiplied by its number of taps."""
@@ -246,3 +257,64 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
                 ),
             ]
         return layouts
+
+
+@layouts_of(RGLRU)
+def rglru_layouts(rglru: RGLRU) -> Layouts:
+    """`hf` and `deepmind`: the keys of transformers and of recurrentgemma, with blocks."""
+    if rglru.num_blocks is None:
+        return {}
+    gates = ("input_gate", "recurrence_gate")
+    params = ("a_param", *(f"{gate}.{part}" for gate in gates for part in ("kernel", "bias")))
+    names = {
+        "hf": (
+            "recurrent_param",
+            "input_gate_weight",
+            "input_gate_bias",
+            "recurrent_gate_weight",
+            "recurrent_gate_bias",
+        ),
+        "deepmind": ("a_param", "input_gate.w", "input_gate.b", "a_gate.w", "a_gate.b"),
+    }
+    return {
+        layout: [same(param, key) for param, key in zip(params, keys, strict=True)]
+        for layout, keys in names.items()
+    }
+
+
+@layouts_of(CausalConv1D)
+def conv_layouts(conv: CausalConv1D) -> Layouts:
+    """`deepmind`: the keys of recurrentgemma's Conv1D."""
+    bias = [] if conv.bias is None else [same("bias", "b")]
+    return {"deepmind": [same("kernel", "w"), *bias]}
+
+
+@layouts_of(LocalAttention)
+def attention_layouts(attention: LocalAttention) -> Layouts:
+    """`hf`: the keys of transformers. With one head of keys, those of recurrentgemma."""
+    names = ("q_proj", "k_proj", "v_proj")
+    layouts = {"hf": attention.rows(*names, "o_proj", "q_norm", "k_norm")}
+    has_bias = attention.q_proj.use_bias
+    if attention.num_kv_heads == 1 and attention.out_proj.use_bias and not has_bias:
+        for layout, rows in (("deepmind", dense), ("deepmind-torch", linear)):
+            layouts[layout] = [
+                *(row for n in "qkv" for row in rows(f"{n}_proj", f"proj_{n}", bias=False)),
+                *rows("out_proj", "proj_final"),
+            ]
+    return layouts
+
+
+@layouts_of(GatedMLP)
+def mlp_layouts(mlp: GatedMLP) -> Layouts:
+    """`hf` has the keys of transformers, the others those of recurrentgemma; all have biases."""
+    if not mlp.use_bias:
+        return {}
+    up = [
+        stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
+        stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
+    ]
+    return {
+        "hf": mlp.rows("gate_proj", "up_proj", "down_proj"),
+        "deepmind": [*up, *dense("down_proj", "ffw_down")],
+        "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
+    }

@@ -26,7 +26,7 @@ from jax_models.options import (
     with_inits,
 )
 from jax_models.sequence import SequenceLayer, State
-from jax_models.weights import Layouts, Table, linear, nested, rms_norm
+from jax_models.weights import Layouts, Table, layouts_of, linear, nested, rms_norm
 
 
 class HawkState(NamedTuple):
@@ -229,3 +229,27 @@ class HawkBlock(ResidualBlock[HawkState]):
                 *nested(self.mlp.torch_layouts()["hawk"], "mlp", "mlp"),
             ]
         }
+
+
+@layouts_of(RGLRU)
+def rglru_layouts(rglru: RGLRU) -> Layouts:
+    """`hawk`: the keys of torch_ref.RGLRU, whose gates have neither blocks nor biases."""
+    if rglru.num_blocks is not None:
+        return {}
+    gates = ("input_gate", "recurrence_gate")
+    rows = (row for gate in gates for row in linear(gate, gate, bias=False))
+    return {"hawk": [rglru.decay_row(), *rows]}
+
+
+@layouts_of(CausalConv1D)
+def conv_layouts(conv: CausalConv1D) -> Layouts:
+    """`hawk`: the keys of torch_ref.CausalConv1d."""
+    return {"hawk": nested(conv.torch_rows(), "", "conv")}
+
+
+@layouts_of(GatedMLP)
+def mlp_layouts(mlp: GatedMLP) -> Layouts:
+    """`hawk`: the keys of torch_ref.GatedMLP, which has no biases."""
+    if mlp.use_bias:
+        return {}
+    return {"hawk": mlp.rows("gate_proj", "up_proj", "down_proj")}

@@ -12,7 +12,7 @@ from jax_models.layers.hawk import GatedRecurrence, HawkState
 from jax_models.layers.linear import normal_of_fan_in, torch_uniform
 from jax_models.layers.local_attention import LocalAttention
 from jax_models.layers.mlp import GatedMLP
-from jax_models.layers.norm import HippogriffNorm
+from jax_models.layers.norm import RootMeanSquareNorm
 from jax_models.layers.residual import run_residual_block
 from jax_models.ops import LocalAttentionState
 from jax_models.options import LayerOptions, norm_options, with_inits
@@ -20,6 +20,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
     Weight,
+    layouts_of,
     nested,
     parts,
     rms_norm,
@@ -37,6 +38,14 @@ EPSILON = 1e-6
 Version = Literal["0.0.2", "0.0.3"]
 """The version of hippogriff, which decides the keys, the order of a block's layers and whether c is
 stored."""
+
+
+class HippogriffNorm(RootMeanSquareNorm):
+    """`x / √mean(x²) · scale` over the features; zeros stay zeros."""
+
+    def scaled(self, x, square, scale):
+        """Normalizes without ε."""
+        return x / jnp.sqrt(jnp.where(square > 0, square, 1)) * scale
 
 
 class HippogriffHawk(GatedRecurrence[HawkState]):
@@ -108,7 +117,7 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
 
     def torch_layouts(self) -> Layouts:
         """`hippogriff`: the keys of its Hawk."""
-        conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
+        conv = [] if self.conv is None else nested(self.conv.torch_rows(), "conv", "conv")
         return {
             "hippogriff": [
                 parts(["gate_proj.kernel", "recurrent_proj.kernel"], "input.weight"),
@@ -250,3 +259,30 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             table = getattr(self, part).torch_layouts()["hippogriff"]
             rows += [*rms_norm(f"{part}_norm", f"{key}_norm", "gamma"), *nested(table, part, key)]
         return {"hippogriff": rows}
+
+
+@layouts_of(LocalAttention)
+def attention_layouts(attention: LocalAttention) -> Layouts:
+    """`hippogriff`: the keys of its SlidingMQA, which has no biases."""
+    if attention.q_proj.use_bias or attention.out_proj.use_bias:
+        return {}
+    return {
+        "hippogriff": [
+            transposed("q_proj.kernel", "q.weight"),
+            parts(["k_proj.kernel", "v_proj.kernel"], "kv.weight"),
+            transposed("out_proj.kernel", "output.weight"),
+        ]
+    }
+
+
+@layouts_of(GatedMLP)
+def mlp_layouts(mlp: GatedMLP) -> Layouts:
+    """`hippogriff`: the keys of its GatedMLP, which has no biases."""
+    if mlp.use_bias:
+        return {}
+    return {
+        "hippogriff": [
+            parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
+            transposed("down_proj.kernel", "shrink.weight"),
+        ]
+    }

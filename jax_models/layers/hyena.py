@@ -80,7 +80,8 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
         self.filter = make_filter()
         self.B = nnx.Param(
-            jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype)
+            jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype),
+            is_matrix=False,
         )
         self.proj_output = Linear(features, features, **matrix)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
@@ -178,7 +179,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         return {
             "annotated-hyena": [
                 *linear("proj_input", "proj_input.linear"),
-                *nested(self.conv.torch_layouts()["hawk"], "conv", "proj_input"),
+                *nested(self.conv.torch_rows(), "conv", "proj_input.conv"),
                 *nested(self.filter.torch_layouts()["annotated-hyena"], "filter", "filter"),
                 squeezed("B", "B", (1, 3)),
                 *linear("proj_output", "proj_output"),

@@ -147,7 +147,7 @@ class HyenaDNAMixer(HyenaOperator):
         return {
             layout: [
                 *linear("proj_input", "in_proj"),
-                *nested(self.conv.torch_layouts()["hf"], "conv", "short_filter"),
+                *nested(self.conv.torch_rows(), "conv", "short_filter"),
                 *nested(table, "filter", "filter_fn"),
                 by_feature(bias, order) if layout == "safari" else bias,
                 *linear("proj_output", "out_proj"),

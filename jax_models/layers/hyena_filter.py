@@ -184,7 +184,8 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         # both.
         self.h = taps_kind(jax.random.normal(rngs.params(), shape, param_dtype))
         self.pos_emb = network_kind(
-            embed_positions(max_length, np.arange(embed_features // 2), param_dtype)
+            embed_positions(max_length, np.arange(embed_features // 2), param_dtype),
+            is_matrix=False,
         )
         self.kernels, self.biases = draw_network(widths, rngs, param_dtype, network_kind)
         self.freqs = nnx.List(

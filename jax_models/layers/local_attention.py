@@ -9,7 +9,6 @@ from jax_models.ops import LocalAttentionState
 from jax_models.ops.checks import Positive, check_divides
 from jax_models.ops.rotary import checked_rotated
 from jax_models.options import Initializer, LayerOptions
-from jax_models.weights import Layouts, dense, linear, parts, transposed
 
 
 class LocalAttention(Attention):
@@ -43,9 +42,8 @@ class LocalAttention(Attention):
             does not divide num_heads, the number of rotated features of a head is odd, or
             `bias_init` is given without biases.
 
-    Layouts: `hf` (transformers' RecurrentGemmaAttention). With a single head of keys and values,
-    and a bias only in the last projection: `deepmind` (recurrentgemma's LocalAttentionBlock in
-    Flax) and `deepmind-torch`. Without any biases: `hippogriff` (its SlidingMQA).
+    Layouts: those that the architectures declare. The first is `hf` (transformers'
+    RecurrentGemmaAttention).
 
     """
 
@@ -78,21 +76,3 @@ class LocalAttention(Attention):
             out_init=out_init,
             **options,
         )
-
-    def torch_layouts(self) -> Layouts:
-        """`hf`, and the layouts of recurrentgemma or hippogriff if it has such a layer."""
-        bias = self.q_proj.use_bias
-        layouts = {"hf": super().torch_layouts()["qwen3_5"]}
-        if not (bias or self.out_proj.use_bias):
-            layouts["hippogriff"] = [
-                transposed("q_proj.kernel", "q.weight"),
-                parts(["k_proj.kernel", "v_proj.kernel"], "kv.weight"),
-                transposed("out_proj.kernel", "output.weight"),
-            ]
-        elif self.num_kv_heads == 1 and not bias:
-            for layout, rows in (("deepmind", dense), ("deepmind-torch", linear)):
-                layouts[layout] = [
-                    *(row for n in "qkv" for row in rows(f"{n}_proj", f"proj_{n}", bias=False)),
-                    *rows("out_proj", "proj_final"),
-                ]
-        return layouts

@@ -11,10 +11,10 @@ from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
-from jax_models.weights import Layouts, Table, dense, linear, parts, stacked, transposed
+from jax_models.weights import SharedLayer, Table, linear
 
 
-class GatedMLP(CheckedOptions, nnx.Module):
+class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
     """The gated MLP of Griffin.
 
         >>> mlp = GatedMLP(64, 192, rngs=nnx.Rngs(0))
@@ -37,9 +37,8 @@ class GatedMLP(CheckedOptions, nnx.Module):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.
 
-    Layouts: `hawk` (torch_ref.GatedMLP), those of the packages `stripedhyena` and `hippogriff`, and
-    `lfm2` (transformers' Lfm2MLP). With biases: `hf` (transformers' RecurrentGemma), `deepmind`
-    (recurrentgemma in Flax) and `deepmind-torch`.
+    Layouts: those that the architectures declare. The first is `hawk` (torch_ref.GatedMLP), or with
+    biases `hf` (transformers' RecurrentGemma).
 
     """
 
@@ -57,6 +56,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
         matrix = with_inits(options, lecun_normal, use_bias=use_bias)
         self.activation: GateActivation = activation
+        self.use_bias = use_bias
         self.gate_proj = Linear(features, mlp_features, **matrix)
         self.up_proj = Linear(features, mlp_features, **matrix)
         matrix["kernel_init"] = down_init or matrix["kernel_init"]
@@ -72,31 +72,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         "hidden", "down_proj.kernel"
     )
 
-    def torch_layouts(self) -> Layouts:
-        """`hawk`, `stripedhyena`, `hippogriff`, `lfm2`; with biases, RecurrentGemma's layouts."""
-        bias, names = self.gate_proj.use_bias, ("gate_proj", "up_proj", "down_proj")
-
-        def keyed(*keys: str) -> Table:
-            pairs = zip(names, keys, strict=True)
-            return [row for name, key in pairs for row in linear(name, key, bias=bias)]
-
-        if not bias:
-            joined = [
-                parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
-                transposed("down_proj.kernel", "shrink.weight"),
-            ]
-            return {
-                "hawk": keyed(*names),
-                "stripedhyena": keyed("l1", "l2", "l3"),
-                "hippogriff": joined,
-                "lfm2": keyed("w1", "w3", "w2"),
-            }
-        up = [
-            stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
-            stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
-        ]
-        return {
-            "hf": keyed(*names),
-            "deepmind": [*up, *dense("down_proj", "ffw_down")],
-            "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
-        }
+    def rows(self, gate: str, up: str, down: str) -> Table:
+        """The rows of a torch module that keeps its projections in `Linear`s of these names."""
+        names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        return [row for name, key in names.items() for row in linear(name, key, bias=self.use_bias)]

@@ -218,20 +218,3 @@ class ZeroCenteredRMSNorm(RootMeanSquareNorm):
     def scaled(self, x, square, scale):
         """Normalizes with ε inside the root."""
         return x * jax.lax.rsqrt(square + self.epsilon) * (1 + scale)
-
-
-class StripedHyenaNorm(RootMeanSquareNorm):
-    """`x / (√mean(x²) + ε) · scale` over the features, with ε outside the root."""
-
-    def scaled(self, x, square, scale):
-        """Normalizes; at x = 0, the gradient is that of `x / ε · scale`."""
-        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-        return x / (root + self.epsilon) * scale
-
-
-class HippogriffNorm(RootMeanSquareNorm):
-    """`x / √mean(x²) · scale` over the features; zeros stay zeros."""
-
-    def scaled(self, x, square, scale):
-        """Normalizes without ε."""
-        return x / jnp.sqrt(jnp.where(square > 0, square, 1)) * scale

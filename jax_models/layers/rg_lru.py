@@ -15,7 +15,7 @@ from jax_models.ops import RGLRUState, carry_dtype
 from jax_models.ops.checks import Positive
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, linear, same
+from jax_models.weights import SharedLayer, Weight, same
 
 Parameterization = Literal["direct", "softplus"]
 """The parameter of an RG-LRU: its decay `a`, or `a_param` with a = e^{−softplus(a_param)}."""
@@ -23,7 +23,7 @@ METADATA: dict[str, dict[str, Any]] = {"a": {"bounds": (0.0, 1.0)}, "a_param": {
 """The metadata of each of the two parameters."""
 
 
-class RGLRU(SequenceLayer[RGLRUState]):
+class RGLRU(SharedLayer, SequenceLayer[RGLRUState]):
     """The real-gated linear recurrent unit.
 
         >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
@@ -61,7 +61,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             h_t = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
             (batch,) counts the steps of the document so far and starts at 0.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
-        epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
+        epsilon: added under the square root, only with "softplus".
         method: the method of `ops.linear_recurrence`.
         **options: as in `LayerOptions`. W_i and W_r are initialized by `lecun_normal`. As in
             recurrentgemma's PyTorch version, blocks are drawn from a normal distribution with
@@ -74,9 +74,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
             divide the features, num_blocks or an epsilon is given with "direct", or `bias_init`
             without num_blocks.
 
-    Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a_param` or, with
-    "direct", `a`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With `num_blocks`:
-    `hf` (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
+    Layouts: those that the architectures declare. The first is `hawk`, the keys of torch_ref.RGLRU:
+    `a_param` or, with "direct", `a`, and the two gates' `weight`. With `num_blocks`, it is `hf`
+    (transformers' RecurrentGemma). An `a` outside [0, 1] is refused.
 
     """
 
@@ -96,8 +96,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, **options)
         self.c = c
-        # Neither blocks nor an epsilon, which come from recurrentgemma and hippogriff, are defined
-        # for `a`.
+        # Neither blocks nor an epsilon are defined for `a`.
         self.takes_either = parameterization is None and num_blocks is None and not epsilon
         direct = parameterization == "direct"
         if direct and num_blocks is not None:
@@ -180,7 +179,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
     def sequence(self, x, state, rows, c=None):
-        """Runs `ops.rg_lru`. `c` replaces the option c, because hippogriff stores c as a weight."""
+        """Runs `ops.rg_lru`. `c` replaces the option c, if a model stores c as a weight."""
         dtype = self.computation_dtype(x)
         # With a position in the state, find the first step of each document, whose input is not
         # scaled.
@@ -211,21 +210,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
-    def torch_layouts(self) -> Layouts:
-        """`hawk`: the keys of torch_ref.RGLRU. With blocks: the layouts of RecurrentGemma."""
-        gates = ("input_gate", "recurrence_gate")
-        if self.num_blocks is None:
-            rows = (row for g in gates for row in linear(g, g, bias=False))
-            [other] = METADATA.keys() - {self.decay_name}
-            decay = same(self.decay_name, self.decay_name)
-            return {"hawk": [decay._replace(otherwise=same(other, other)), *rows]}
-        hf = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight")
-        names = {
-            "hf": ("recurrent_param", *hf, "recurrent_gate_bias"),
-            "deepmind": ("a_param", "input_gate.w", "input_gate.b", "a_gate.w", "a_gate.b"),
-        }
-        params = ("a_param", *(f"{gate}.{part}" for gate in gates for part in ("kernel", "bias")))
-        return {
-            layout: [same(param, key) for param, key in zip(params, keys, strict=True)]
-            for layout, keys in names.items()
-        }
+    def decay_row(self) -> Weight:
+        """The row of `a_param` or `a`, whichever a state_dict has, under the parameter's name."""
+        [other] = METADATA.keys() - {self.decay_name}
+        return same(self.decay_name, self.decay_name)._replace(otherwise=same(other, other))

@@ -117,8 +117,8 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         channel = np.arange(features)
         mix, width = (channel / features) ** height, channel / max(features - 1, 1)
 
-        def param(value) -> nnx.Param:
-            return nnx.Param(jnp.asarray(value, param_dtype))
+        def param(value, **metadata: Any) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, param_dtype), **metadata)
 
         def small(*shape: int) -> nnx.Param:
             draw = jax.random.uniform(rngs.params(), shape, carry_dtype(param_dtype), -0.01, 0.01)
@@ -135,7 +135,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
         self.time_decay_w1 = param(np.zeros((features, decay_rank)))
         self.time_decay_w2 = small(decay_rank, features)
         bonus = depth * (1 - width) + 0.1 * ((channel + 1) % 3 - 1)
-        self.time_faaaa = param(bonus.reshape(self.heads, head_size))
+        self.time_faaaa = param(bonus.reshape(self.heads, head_size), is_matrix=False)
         matrix = partial(matrix_builder(options), features, features)
         self.receptance = matrix(orthogonal)
         self.key = matrix(scaled_orthogonal(0.1))

@@ -134,8 +134,8 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         in_head = 2 * (channel % head_size) / max(head_size - 1, 1) - 1
         tilt, zigzag = width - 0.5, in_head * np.abs(in_head)
 
-        def param(value) -> nnx.Param:
-            return nnx.Param(jnp.asarray(value, param_dtype))
+        def param(value, **metadata: Any) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, param_dtype), **metadata)
 
         def zeros_and_draw(rank: int, kind: type[nnx.Variable] = nnx.Param):
             up = scaled_orthogonal(0.1)(rngs.params(), (features, rank), carry_dtype(param_dtype)).T
@@ -159,7 +159,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
             self.v1, self.v2 = zeros_and_draw(ranks["value_rank"], kind)
         self.k_k = param(0.71 - 0.1 * tilt)
         self.k_a = param(np.full(features, 1.02))
-        self.r_k = param(np.full((self.heads, head_size), -0.04))
+        self.r_k = param(np.full((self.heads, head_size), -0.04), is_matrix=False)
         matrix = partial(matrix_builder(options), features, features)
         self.receptance = matrix(orthogonal)
         self.key = matrix(scaled_orthogonal(0.1))

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2."""
+"""The gated short convolution."""
 
 __all__ = ["ShortConvolution"]
 
@@ -10,10 +10,10 @@ from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState
 from jax_models.options import LayerOptions, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, linear, nested, parts
+from jax_models.weights import SharedLayer
 
 
-class ShortConvolution(SequenceLayer[CausalConv1DState]):
+class ShortConvolution(SharedLayer, SequenceLayer[CausalConv1DState]):
     """A causal depthwise convolution between two gates.
 
         >>> layer = ShortConvolution(64, rngs=nnx.Rngs(0))
@@ -36,7 +36,7 @@ class ShortConvolution(SequenceLayer[CausalConv1DState]):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.
 
-    Layouts: `lfm2` (transformers' Lfm2ShortConv). With biases, padding on the left changes the
+    Layouts: those that the architectures declare. With biases, padding on the left changes the
     first real steps of transformers' layer. Here, mark the first real step in `reset`, and the
     padding has no influence.
 
@@ -77,19 +77,3 @@ class ShortConvolution(SequenceLayer[CausalConv1DState]):
     mesh_axes = last_axis(
         "features", "in_gate_proj", "out_gate_proj", "value_proj", "conv"
     ) | first_axis("features", "out_proj.kernel")
-
-    def torch_layouts(self) -> Layouts:
-        """`lfm2`: the keys of transformers' Lfm2ShortConv."""
-        has_bias = self.conv.bias is not None
-        inputs = ("in_gate_proj", "out_gate_proj", "value_proj")  # B, C and u, side by side
-        input_rows = [
-            parts([f"{proj}.{name}" for proj in inputs], f"in_proj.{key}")
-            for name, key in (("kernel", "weight"), ("bias", "bias"))
-        ]
-        return {
-            "lfm2": [
-                *input_rows[: 1 + has_bias],
-                *nested(self.conv.torch_layouts()["hf"], "conv", "conv"),
-                *linear("out_proj", "out_proj", use_bias=has_bias),
-            ]
-        }

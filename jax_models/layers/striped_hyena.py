@@ -14,13 +14,13 @@ from jax_models.layers.activation import GateActivation
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.mlp import GatedMLP
-from jax_models.layers.norm import StripedHyenaNorm
+from jax_models.layers.norm import RootMeanSquareNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
 from jax_models.ops.checks import Positive, check_divides
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
+from jax_models.weights import Layouts, layouts_of, linear, nested, rms_norm, same, squeezed
 
 SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
 """The range of the initial magnitudes of the poles."""
@@ -116,7 +116,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
 
     def torch_layouts(self) -> Layouts:
         """`stripedhyena`: the package's keys."""
-        conv = nested(self.conv.torch_layouts()["hf"], "conv", "")
+        conv = nested(self.conv.torch_rows(), "conv", "")
         return {
             "stripedhyena": [
                 *linear("proj_input", "projections"),
@@ -130,6 +130,15 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
                 *linear("proj_output", "out_filter_dense"),
             ]
         }
+
+
+class StripedHyenaNorm(RootMeanSquareNorm):
+    """`x / (√mean(x²) + ε) · scale` over the features, with ε outside the root."""
+
+    def scaled(self, x, square, scale):
+        """Normalizes; at x = 0, the gradient is that of `x / ε · scale`."""
+        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        return x / (root + self.epsilon) * scale
 
 
 class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
@@ -204,6 +213,12 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
                 *nested(self.mlp.torch_layouts()["stripedhyena"], "mlp", "mlp"),
             ]
         }
+
+
+@layouts_of(GatedMLP)
+def mlp_layouts(mlp: GatedMLP) -> Layouts:
+    """`stripedhyena`: the keys of the package's ParallelGatedMLP, which has no biases."""
+    return {} if mlp.use_bias else {"stripedhyena": mlp.rows("l1", "l2", "l3")}
 
 
 def _ring(key: Array, shape: tuple[int, int], dtype) -> tuple[Array, Array]:

@@ -35,9 +35,10 @@ class BlockKeys(NamedTuple):
     norm: str
     mlp_norm: str
     layout: str
-    """The layout of the mixer."""
+    """The layout of the mixer, which the model's file declares (`layouts_of`)."""
     mlp: str = "mlp"
-    mlp_layout: str = "hawk"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The keys of the MLP's projections: those to the gate and up, and the one down."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,13 +212,13 @@ class HybridBlock(ResidualBlock[Any]):
 
     def torch_layouts(self) -> Layouts:
         """The layouts of `keys`."""
-        mixer_layouts, mlp_layouts = self.mixer.torch_layouts(), self.mlp.torch_layouts()
+        mixer_layouts = self.mixer.torch_layouts()
         return {
             layout: [
                 *rms_norm("mixer_norm", keys.norm),
                 *nested(mixer_layouts[keys.layout], "mixer", keys.mixer),
                 *rms_norm("mlp_norm", keys.mlp_norm),
-                *nested(mlp_layouts[keys.mlp_layout], "mlp", keys.mlp),
+                *nested(self.mlp.rows(*keys.projections), "mlp", keys.mlp),
             ]
             for layout, keys in self.keys
         }
@@ -243,7 +244,7 @@ def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
     return lambda size, fields: size // count // fields["head_features"]
 
 
-def layouts_of(
+def model_layouts(
     model: str, norm: str, sizes: Mapping[str, Any], **options: Any
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.

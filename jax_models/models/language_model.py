@@ -192,6 +192,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
     ):
         self.config = config
         self.embedding, self.pos_embedding, self.dropout = embedding, pos_embedding, dropout
+        for table in (embedding, pos_embedding):
+            if table is not None:
+                table.embedding.set_metadata(is_matrix=False)  # a vector for each token or position
         self.embedding_scale, self.logits_soft_cap = embedding_scale, logits_soft_cap
         self.blocks = blocks if isinstance(blocks, SequenceLayer) else Stack(blocks).layers
         self.norm, self.head = norm, head

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Unpack
 
 from flax import nnx
 
+from jax_models.layers.attention import Attention
+from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
 from jax_models.models.architecture import Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
@@ -17,16 +19,18 @@ from jax_models.models.hybrid import (
     HybridConfig,
     HybridLanguageModel,
     heads_of,
-    layouts_of,
+    model_layouts,
     rows,
 )
 from jax_models.models.language_model import Preset
 from jax_models.ops.checks import Positive
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, layouts_of, linear, nested, parts
 
-KEYS = ("operator_norm", "ffn_norm", "lfm2", "feed_forward", "lfm2")
-LAYOUT, FILE = layouts_of(
+PROJECTIONS = ("w1", "w3", "w2")
+KEYS = ("operator_norm", "ffn_norm", "lfm2", "feed_forward", PROJECTIONS)
+LAYOUT, FILE = model_layouts(
     "model",
     "embedding_norm",
     {
@@ -138,3 +142,34 @@ class LFM2LanguageModel(HybridLanguageModel):
     if the head is tied).
 
     """
+
+
+@layouts_of(ShortConvolution)
+def conv_layouts(layer: ShortConvolution) -> Layouts:
+    """`lfm2`: the keys of transformers' Lfm2ShortConv."""
+    has_bias = layer.conv.bias is not None
+    inputs = ("in_gate_proj", "out_gate_proj", "value_proj")  # B, C and u, side by side
+    input_rows = [
+        parts([f"{proj}.{name}" for proj in inputs], f"in_proj.{key}")
+        for name, key in (("kernel", "weight"), ("bias", "bias"))
+    ]
+    return {
+        "lfm2": [
+            *input_rows[: 1 + has_bias],
+            *nested(layer.conv.torch_rows(), "conv", "conv"),
+            *linear("out_proj", "out_proj", use_bias=has_bias),
+        ]
+    }
+
+
+@layouts_of(Attention)
+def attention_layouts(attention: Attention) -> Layouts:
+    """`lfm2`: the keys of transformers' Lfm2Attention."""
+    projections = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return {"lfm2": attention.rows(*projections, "q_layernorm", "k_layernorm")}
+
+
+@layouts_of(GatedMLP)
+def mlp_layouts(mlp: GatedMLP) -> Layouts:
+    """`lfm2`: the keys of transformers' Lfm2MLP, which has no biases."""
+    return {} if mlp.use_bias else {"lfm2": mlp.rows(*PROJECTIONS)}

@@ -1,12 +1,13 @@
-"""Loads pretrained models of any architecture from a file or a folder."""
+"""Loads pretrained models of any architecture from a file, a folder, or weights in memory."""
 
-__all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
+__all__ = ["from_weights", "load_pretrained"]
 
+import dataclasses
 import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,9 @@ from jax.sharding import Sharding
 
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS, ModelConfig, architectures
-from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
-from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
-from jax_models.models.rwkv import RWKVConfig, undo_rescale
 from jax_models.models.silero_vad import SileroVAD
-from jax_models.ops.rows import Default
-from jax_models.options import FloatingDtype, Index, checked_options
+from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined, locate_keys
@@ -31,17 +28,6 @@ from jax_models.weights.wrappers import find_wrapped
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 """Maps the path and the shape of a parameter to its sharding."""
-
-
-class LoadOptions(TypedDict, total=False):
-    """The keyword arguments of the functions that load a model from its weights."""
-
-    dtype: FloatingDtype | None
-    """The dtype of the computation. None: the dtype of the parameters."""
-    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
-    """The parameters' dtype."""
-    sharding: ShardingOf | None
-    """Maps the path and the shape of a parameter to its sharding. None: as in `from_torch`."""
 
 
 SIZES = {
@@ -106,13 +92,6 @@ def load_pretrained(
     weights, fields = open_checkpoint(path)
     known = config_of(weights, fields, **config)
     weights = without_other_parts(known, weights)
-    if param_dtype is None:
-        others = [w for key, w in weights.items() if not key.endswith(known.float32_keys)]
-        param_dtype = _widest(others)
-    else:
-        weights = cast(weights, param_dtype)
-    if dtype is None and param_dtype == jnp.float16:
-        dtype = jnp.float32
     return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
@@ -142,14 +121,11 @@ def without_other_parts(config: ModelConfig, weights: Mapping[str, Any]) -> dict
 def config_of(
     weights: Mapping[str, Any],
     fields: Mapping[str, Any] | None = None,
-    *,
-    kind: type[ModelConfig] = ModelConfig,
     **options: Any,
 ) -> Any:
     """Returns the config of the model that has these weights and these fields of a config.json.
 
-    `options` are fields of the config that neither of the two contains. `kind` is the base class of
-    the configs to choose from.
+    `options` are fields of the config that neither of the two contains.
 
     Raises:
         TypeError: the weights are not a mapping, or an option is not a field of the config.
@@ -163,7 +139,7 @@ def config_of(
         if not each.is_prefix:
             raise ValueError(f"state_dict: it has keys of {each.description}")
     # A config.json names the model. Without one, the keys identify it.
-    known = architectures(kind)
+    known = architectures()
     names, broken = ", ".join(each.family for each in known), broken_packages(ENTRY_POINTS)
     keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
     if model_type is not None:
@@ -209,113 +185,83 @@ def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 @checked_options
-def rwkv_from_torch(
-    state_dict: Mapping[str, Any],
+def from_weights(
+    weights: Mapping[str, Any],
+    config: ModelConfig | None = None,
     *,
-    rescaled_every: Index = 0,
-    **options: Unpack[LoadOptions],
-) -> LanguageModel:
-    """Loads the RWKV language model of a checkpoint of version 4, 6 or 7.
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype | None = None,
+    sharding: ShardingOf | None = None,
+    **fields: Any,
+) -> LanguageModel | SileroVAD:
+    """Loads a model from weights that are in memory, as `load_pretrained` does from a file.
 
         >>> weights = to_torch(RWKV7LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)))
-        >>> model = rwkv_from_torch(weights)
+        >>> model = from_weights(weights)
 
-    The version, the layout and the sizes are read from the keys and the shapes. No weights are
-    initialized at random.
-
-    Args:
-        state_dict: torch tensors or arrays by key, as returned by `read_pth`.
-        rescaled_every: the `rescale_every` of transformers' model if that model ran in evaluation
-            mode before its weights were saved, because it then divides some of them by powers of
-            two. 0: the weights were not divided, as in the published checkpoints.
-        **options: as in `LoadOptions`.
-
-    Raises:
-        TypeError: the state_dict is not a mapping.
-        ValueError: the state_dict is not a checkpoint of an RWKV, its version is not supported, or
-            its keys and shapes contradict each other.
-
-    """
-    config = config_of(state_dict, kind=RWKVConfig)
-    if rescaled_every:
-        state_dict = undo_rescale(state_dict, rescaled_every)
-    return loaded(config, state_dict, **options)
-
-
-@checked_options
-def griffin_from_weights(
-    weights: Mapping[str, Any],
-    config: GriffinLanguageModelConfig | None = None,
-    **options: Unpack[LoadOptions],
-) -> GriffinLanguageModel:
-    """Loads the Griffin language model of a checkpoint: a RecurrentGemma, or a smaller one.
-
-        >>> sizes = {"features": 64, "recurrent_features": 64, "mlp_features": 96}
-        >>> model = GriffinLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
-        >>> model = griffin_from_weights(to_torch(model), model.config)
-
-    The layout is recognized by the keys. No weights are initialized at random.
+    The architecture, the layout and the sizes are read from the keys and the shapes. No weights are
+    initialized at random, unless the config has dropout.
 
     Args:
-        weights: torch tensors or arrays by key, in the layout of transformers or of recurrentgemma,
-            or recurrentgemma's tree of Flax variables.
-        config: your own config, or the result of `GriffinLanguageModelConfig.from_hf`, which reads
-            a config.json. None: the result of `GriffinLanguageModelConfig.from_state_dict`, which
-            reads the shapes.
-        **options: as in `LoadOptions`.
+        weights: torch tensors or arrays by key, such as a `state_dict`; or the tree of a Flax
+            model's variables, if one of the layouts has its keys, such as RecurrentGemma's.
+        config: your own config, or one that `from_hf` has read from a config.json. None: the config
+            is read from the weights.
+        dtype: as in `load_pretrained`.
+        param_dtype: as in `load_pretrained`. None: the widest dtype of the weights.
+        sharding: as in `load_pretrained`.
+        **fields: fields of the config that the weights do not determine.
 
     Raises:
-        TypeError: the weights are not a mapping.
-        ValueError: the weights are not those of a Griffin, or their keys and shapes contradict each
-            other or the config.
+        TypeError: the weights are not a mapping, or the config has no such field.
+        ValueError: the weights are not those of a known model, or their keys and shapes contradict
+            each other or the config.
+
+    Warns:
+        UserWarning: weights of parts that the model does not have are left out.
 
     """
     checked_mapping("weights", weights)
-    state_dict = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
-    known = config or GriffinLanguageModelConfig.from_state_dict(state_dict)
-    return loaded(known, state_dict, **options)
+    state_dict = _without_tree(weights, architectures() if config is None else [type(config)])
+    known: Any = config  # a dataclass, as every config is
+    known = dataclasses.replace(known, **fields) if known else config_of(state_dict, **fields)
+    state_dict = without_other_parts(known, state_dict)
+    return loaded(known, state_dict, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
-@checked_options
-def hyena_dna_from_weights(
-    weights: Mapping[str, Any],
-    config: HyenaDNALanguageModelConfig | None = None,
-    **options: Unpack[LoadOptions],
-) -> HyenaDNALanguageModel:
-    """Loads the HyenaDNA language model of a checkpoint.
-
-        >>> model = HyenaDNALanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
-        >>> model = hyena_dna_from_weights(to_torch(model))
-
-    The layout and the sizes, including the longest sequence, are read from the keys and the shapes.
-    No weights are initialized at random, unless the config has dropout.
-
-    Args:
-        weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
-        config: your own config. None: the result of `HyenaDNALanguageModelConfig.from_state_dict`,
-            which reads the shapes.
-        **options: as in `LoadOptions`.
-
-    Raises:
-        TypeError: the weights are not a mapping.
-        ValueError: the weights are not those of a HyenaDNA, or their keys and shapes contradict
-            each other or the config.
-
-    """
-    known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
-    return loaded(known, weights, **options)
+def _without_tree(
+    weights: Mapping[str, Any], configs: Iterable[type[ModelConfig]]
+) -> Mapping[str, Any]:
+    """Returns the variables of a Flax model by their keys. Other weights stay as they are."""
+    if not any(isinstance(value, Mapping) for value in weights.values()):
+        return weights
+    flat = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
+    embeddings = {layout.embedding for config in configs for layout in config.layouts.values()}
+    return flat if embeddings & flat.keys() else weights
 
 
 def loaded(
-    config: Any, weights: Mapping[str, Any], *, sharding: ShardingOf | None = None, **dtypes: Any
+    config: Any,
+    weights: Mapping[str, Any],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    sharding: ShardingOf | None = None,
 ) -> Any:
     """Builds a config's model, and reads each weight when its parameter is created.
 
-    A weight in `config.float32_keys` that is wider than the other parameters keeps its dtype.
+    The options are those of `load_pretrained`. A weight in `config.float32_keys` that is wider than
+    the other parameters keeps its dtype.
     """
+    if param_dtype is None:
+        param_dtype = _widest(w for k, w in weights.items() if not k.endswith(config.float32_keys))
+    else:
+        weights = cast(weights, param_dtype)
+    if dtype is None and param_dtype == jnp.float16:
+        dtype = jnp.float32
 
     def build() -> Any:
-        return config.build(**dtypes, rngs=nnx.Rngs(0))
+        return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
 
     # `eval_shape` would leave the random state of dropout without a value.
     fields = vars(config).items()

@@ -3,10 +3,11 @@
 __all__ = ["OLMoHybridLanguageModel", "OLMoHybridLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
-from jax_models.layers.gated_delta_net import bias_of_log_uniform, log_of_uniform
+from jax_models.layers.attention import Attention
+from jax_models.layers.gated_delta_net import GatedDeltaNet, bias_of_log_uniform, log_of_uniform
 from jax_models.models.architecture import UNDETERMINED, Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
@@ -15,12 +16,14 @@ from jax_models.models.hybrid import (
     GatedDeltaNetConfig,
     HybridLanguageModel,
     heads_of,
-    layouts_of,
+    model_layouts,
     rows,
 )
 from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
+from jax_models.weights.rows import namespace
 
 LINEAR = "linear_attention"
 INPUT, ATTENTION, MLP = (
@@ -51,8 +54,8 @@ def _sizes(conv: str) -> dict[str, Any]:
     }
 
 
-STATE_DICT, _ = layouts_of("model", "norm", _sizes("conv1d"))
-_, FILE = layouts_of("model", "norm", _sizes("q_conv1d"))
+STATE_DICT, _ = model_layouts("model", "norm", _sizes("conv1d"))
+_, FILE = model_layouts("model", "norm", _sizes("q_conv1d"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,3 +178,48 @@ class OLMoHybridLanguageModel(HybridLanguageModel):
     which have other keys, and no `lm_head.weight` if the head is tied).
 
     """
+
+
+@layouts_of(GatedDeltaNet)
+def delta_net_layouts(layer: GatedDeltaNet) -> Layouts:
+    """`olmo_hybrid`, and `olmo_hybrid-file`, the keys of its files with three convolutions."""
+    names = {f"{name}_proj": f"{name}_proj" for name in "qkvba"}
+    names |= {"z_proj": "g_proj", "out_proj": "o_proj"}
+    rows = [
+        *(same(name, name) for name in ("A_log", "dt_bias")),
+        *rms_norm("norm", "o_norm"),
+        *(row for name, key in names.items() for row in linear(name, key, bias=False)),
+    ]
+    convs = [f"{name}_conv1d.weight" for name in "qkv"]
+    return {
+        "olmo_hybrid": [*rows, *nested(layer.conv.torch_rows(), "conv", "conv1d")],
+        "olmo_hybrid-file": [*rows, in_thirds("conv.kernel", convs)],
+    }
+
+
+@layouts_of(Attention, default=True)
+def attention_layouts(attention: Attention) -> Layouts:
+    """`olmo_hybrid`: the keys of OlmoHybridAttention, with a norm over all heads."""
+    if attention.qk_norm != "all":
+        return {}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return {"olmo_hybrid": attention.rows(*projections, "q_norm", "k_norm")}
+
+
+def in_thirds(kernel: str, keys: Sequence[str]) -> Weight:
+    """The row of a kernel that is exported in equal thirds and imported from parts of any size.
+
+    transformers divides the channels into equal thirds, even if q, k and v have other sizes.
+    """
+
+    def to_torch(a):
+        third = -(-a.shape[1] // 3)
+        return tuple(namespace(a).split(a.T[:, None], [third, 2 * third]))
+
+    return Weight(
+        (kernel,),
+        tuple(keys),
+        lambda *parts: (namespace(parts[0]).concat([part[:, 0].T for part in parts], axis=1),),
+        to_torch,
+        any_division=True,
+    )

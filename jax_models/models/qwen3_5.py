@@ -3,9 +3,12 @@
 __all__ = ["Qwen35LanguageModel", "Qwen35LanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
+from jax_models.layers.attention import Attention
+from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
@@ -15,12 +18,14 @@ from jax_models.models.hybrid import (
     GatedDeltaNetConfig,
     HybridLanguageModel,
     heads_of,
-    layouts_of,
+    model_layouts,
     rows,
 )
 from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
+from jax_models.weights.rows import namespace
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -45,8 +50,8 @@ SIZES = {
     "attention_bias": has("*.self_attn.q_proj.bias"),
     "tied_head": tied_head,
 }
-TEXT, TEXT_FILE = layouts_of("model", "norm", SIZES, blocks_layout="hf")
-WHOLE, WHOLE_FILE = layouts_of("model.language_model", "norm", SIZES, blocks_layout="hf")
+TEXT, TEXT_FILE = model_layouts("model", "norm", SIZES, blocks_layout="hf")
+WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", SIZES, blocks_layout="hf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,3 +148,57 @@ class Qwen35LanguageModel(HybridLanguageModel):
     `lm_head.weight` if the head is tied).
 
     """
+
+
+@layouts_of(GatedDeltaNet, default=True)
+def delta_net_layouts(layer: GatedDeltaNet) -> Layouts:
+    """`qwen3_5`, and `qwen3_next`, which has q, k, v and z of each key head side by side."""
+    served = layer.num_value_heads // layer.num_key_heads
+    keys, values = layer.key_features, served * layer.value_features
+    qkvz, ba = [f"{name}_proj" for name in "qkvz"], ["b_proj", "a_proj"]
+    shared = [
+        *(same(name, name) for name in ("A_log", "dt_bias")),
+        *rms_norm("norm", "norm"),
+        *linear("out_proj", "out_proj", bias=False),
+        *nested(layer.conv.torch_rows(), "conv", "conv1d"),
+    ]
+    return {
+        "qwen3_5": [
+            *shared,
+            side_by_side(qkvz[:3], "in_proj_qkv.weight", layer.sizes),
+            *(row for n in "zba" for row in linear(f"{n}_proj", f"in_proj_{n}", bias=False)),
+        ],
+        "qwen3_next": [
+            *shared,
+            side_by_side(
+                qkvz, "in_proj_qkvz.weight", (keys, keys, values, values), layer.num_key_heads
+            ),
+            side_by_side(ba, "in_proj_ba.weight", (served, served), layer.num_key_heads),
+        ],
+    }
+
+
+@layouts_of(Attention, default=True)
+def attention_layouts(attention: Attention) -> Layouts:
+    """`qwen3_5`: the keys of transformers' Qwen3_5Attention, with no norm over all heads."""
+    if attention.qk_norm == "all":
+        return {}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return {"qwen3_5": attention.rows(*projections, "q_norm", "k_norm")}
+
+
+def side_by_side(
+    projections: Sequence[str], key: str, sizes: Sequence[int], num_heads: int = 1
+) -> Weight:
+    """The key's (out, in) matrix holds, for each head, `sizes` rows of each projection in turn."""
+    ends = [*itertools.accumulate(sizes)][:-1]
+
+    def to_jax(a):
+        by_head = namespace(a).split(a.reshape(num_heads, -1, a.shape[1]), ends, axis=1)
+        return tuple(part.reshape(-1, a.shape[1]).T for part in by_head)
+
+    def to_torch(*kernels):
+        by_head = [kernel.T.reshape(num_heads, -1, len(kernel)) for kernel in kernels]
+        return (namespace(kernels[0]).concat(by_head, axis=1).reshape(-1, len(kernels[0])),)
+
+    return Weight(tuple(f"{name}.kernel" for name in projections), (key,), to_jax, to_torch)

@@ -1,6 +1,6 @@
 """The RWKV-4 language model, and the parts that the language models of all versions share."""
 
-__all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig"]
+__all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig", "undo_rescale"]
 
 import dataclasses
 import re
@@ -43,9 +43,17 @@ class RWKVConfig(BlocksConfig):
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     """Undoes the division of weights by transformers' RwkvForCausalLM in evaluation mode.
 
+        >>> weights = to_torch(RWKVLanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)), "hf")
+        >>> model = from_weights(undo_rescale(weights, 6))
+
     When a model with a `rescale_every` first runs in evaluation mode, it divides the last matrices
     of block i in place by 2^(i // rescale_every). Weights that are saved afterwards are still
     divided.
+
+    Args:
+        state_dict: the weights of transformers' model, saved after it ran.
+        every: the `rescale_every` of its config.
+
     """
     last = re.compile(r"rwkv\.blocks\.(\d+)\.(attention\.output|feed_forward\.value)\.weight")
     return {

@@ -15,6 +15,7 @@ from jax_models.weights.rows import (
     transposed,
     unused,
 )
+from jax_models.weights.shared import SharedLayer, layouts_of
 from jax_models.weights.tables import (
     Layouts,
     Table,
@@ -37,6 +38,7 @@ from jax_models.weights.trees import loader
 
 __all__ = [
     "Layouts",
+    "SharedLayer",
     "Table",
     "Weight",
     "added",
@@ -51,6 +53,7 @@ __all__ = [
     "gates",
     "group_norm",
     "layer_norm",
+    "layouts_of",
     "linear",
     "linear_general",
     "linear_of_image",

@@ -101,7 +101,7 @@ MUTATIONS = [
     forward(
         "contiguous split of qkvz",
         "GatedDeltaNet of Qwen3-Next",
-        plant=replaced(f"{LAYER}.side_by_side", contiguous),
+        plant=replaced("jax_models.models.qwen3_5.side_by_side", contiguous),
     ),
     *(
         forward(name, "GatedDeltaNet", plant=replaced(target, wrong))

@@ -11,9 +11,8 @@ from flax import nnx
 import jax_models
 
 COMPUTED = {
-    "Constant", "from_torch", "generate", "griffin_from_weights", "hyena_dna_from_weights",
-    "keras_table", "load_pretrained", "onnx_table", "project", "read_pth",
-    "rwkv_from_torch", "stream", "to_torch",
+    "Constant", "from_torch", "from_weights", "generate", "keras_table", "load_pretrained",
+    "onnx_table", "project", "read_pth", "stream", "to_torch", "undo_rescale",
 }  # fmt: skip
 """Examples that need values. The others are only traced, which gives shapes without compiling."""
 NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}

@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 from peers import assert_same_logits_and_gradients, assert_same_start
 
-from jax_models import GriffinLanguageModelConfig, griffin_from_weights, to_torch
+from jax_models import GriffinLanguageModelConfig, from_weights, to_torch
 from parity_tests.engine.bounds.tolerance import K, floor, rms
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -111,7 +111,7 @@ def assert_near_each_other(what: str, ours, original, exact) -> None:
 
 def test_logits_and_gradients_are_those_of_transformers(hf):
     config, model = hf
-    load = partial(griffin_from_weights, config=config)
+    load = partial(from_weights, config=config)
     call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
     assert_same_logits_and_gradients(model, load, TOKENS, "hf", call_twin)
 
@@ -169,7 +169,7 @@ def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds, options):
     randomise(model.double())
     assert_same_logits_and_gradients(
         model,
-        partial(griffin_from_weights, config=config),
+        partial(from_weights, config=config),
         TOKENS,
         "deepmind-torch",
         call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
@@ -200,10 +200,10 @@ def test_recurrentgemma_in_flax_agrees(deepminds):
         )
         original, _ = model.apply(params, TOKENS, positions)
         params = jax.device_get(params)
-        told = griffin_from_weights(params).config
+        told = from_weights(params).config
         assert told == dataclasses.replace(LIKE_DEEPMINDS, window=2049)
-        port = griffin_from_weights(params, LIKE_DEEPMINDS)
+        port = from_weights(params, LIKE_DEEPMINDS)
         logits, _ = port(TOKENS)
     with jax.enable_x64(True):
-        exact, _ = griffin_from_weights(params, LIKE_DEEPMINDS, param_dtype=jnp.float64)(TOKENS)
+        exact, _ = from_weights(params, LIKE_DEEPMINDS, param_dtype=jnp.float64)(TOKENS)
     assert_near_each_other("logits", logits, original, exact)

@@ -14,7 +14,7 @@ from flax import nnx
 from peers import assert_same_logits_and_gradients
 from torch.nn import functional as F
 
-from jax_models import HyenaDNALanguageModelConfig, HyenaDNAMixer, hyena_dna_from_weights
+from jax_models import HyenaDNALanguageModelConfig, HyenaDNAMixer, from_weights
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 from train.published_vocabulary import Nucleotides
@@ -133,7 +133,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def test_logits_and_gradients_are_those_of_the_file(original):
     config, model = original
     assert HyenaDNALanguageModelConfig.from_state_dict(model.state_dict()) == config
-    assert_same_logits_and_gradients(model, hyena_dna_from_weights, TOKENS, "hyena-dna", logits_of)
+    assert_same_logits_and_gradients(model, from_weights, TOKENS, "hyena-dna", logits_of)
 
 
 def test_the_tokens_are_those_of_the_file(standalone):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peers import assert_same_logits_and_gradients
 
-from jax_models import rwkv_from_torch, to_torch
+from jax_models import from_weights, to_torch, undo_rescale
 from parity_tests.engine.problem import in_every_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -51,7 +51,7 @@ def logits_of(model, tokens, **options):
 def test_logits_and_gradients_are_those_of_transformers(model):
     model.config.rescale_every = 0
     call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
-    assert_same_logits_and_gradients(model, rwkv_from_torch, TOKENS, "hf", call_twin)
+    assert_same_logits_and_gradients(model, from_weights, TOKENS, "hf", call_twin)
 
 
 def test_weights_that_were_saved_after_a_run_are_multiplied_back(model):
@@ -61,6 +61,6 @@ def test_weights_that_were_saved_after_a_run_are_multiplied_back(model):
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert len(changed) == 2 * (model.config.num_hidden_layers - RESCALE_EVERY)
     with jax.enable_x64(True):
-        port = rwkv_from_torch(after, param_dtype=jnp.float64, rescaled_every=RESCALE_EVERY)
+        port = from_weights(undo_rescale(after, RESCALE_EVERY), param_dtype=jnp.float64)
         for key, array in to_torch(port, "hf").items():
             np.testing.assert_array_equal(array, before[key].numpy(), err_msg=key)

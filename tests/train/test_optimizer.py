@@ -22,6 +22,7 @@ from train.mesh import MeshConfig, build_mesh
 from train.optimizer import (
     AveragedState,
     OptimizerConfig,
+    add_decayed_weights,
     apply_gradient,
     build_optimizer,
     build_schedule,
@@ -88,19 +89,30 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
 
 @pytest.mark.parametrize("cases", [FIRST, pytest.param(CASES, marks=pytest.mark.slow)])
 def test_matrices_are_what_multiplies(cases):
-    """Lists the names for all layers and models of the registry."""
-    found = set()
+    """Every kernel and no bias is a matrix, and the layers declare what else is none."""
     params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in cases.values()]
-    for path, param in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if param.ndim >= 2 and not is_matrix(path, param):
-            found.add(name.split(".")[-1])
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Param))
+    declared = set()
+    for path, param in leaves:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         if "kernel" in name:
-            assert is_matrix(path, param) == (param.ndim >= 2)
-        if param.ndim < 2:
-            assert not is_matrix(path, param)
-    names = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
-    assert found == names if cases is CASES else found < names
+            assert is_matrix(param) == (param.ndim >= 2)
+        if param.ndim < 2 or name == "embedding":
+            assert not is_matrix(param)
+        if param.ndim >= 2 and not is_matrix(param):
+            declared.add(name)
+    assert {"embedding", "B", "r_k", "time_faaaa"} <= declared
+
+
+def test_a_layer_declares_what_does_not_decay():
+    params = nnx.Dict(
+        w=nnx.Param(jnp.ones((2, 2))), table=nnx.Param(jnp.ones((2, 2)), is_matrix=False)
+    )
+    params, still = nnx.state(params), jax.tree.map(jnp.zeros_like, nnx.state(params))
+    for mask, decayed in (("matrices", {"w"}), ("all", {"w", "table"})):
+        updates, _ = add_decayed_weights(0.5, mask).update(still, optax.EmptyState(), params)
+        for name, update in updates.items():
+            assert (update.get_value() == 0.5 * (name in decayed)).all(), (mask, name)
 
 
 def test_the_average_is_the_weighted_mean_of_what_the_steps_made():

@@ -26,7 +26,7 @@ from jax_models import (
     HawkLanguageModelConfig,
     LanguageModelConfig,
     from_torch,
-    griffin_from_weights,
+    from_weights,
     to_torch,
 )
 from jax_models.models.architecture import Checkpoint, Layout, Size, architectures
@@ -223,7 +223,7 @@ def test_a_size_is_an_axis_or_a_scalar_in_or_outside_of_the_blocks(size, value):
 
 def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match="weights:"):
-        griffin_from_weights([1])
+        from_weights([1])
     with pytest.raises(ValueError, match=r"^num_kv_heads: expected a positive integer, got 0$"):
         type(HIPPOGRIFF).from_state_dict(weights_of(HIPPOGRIFF), num_kv_heads=0)
 

@@ -26,10 +26,8 @@ from jax_models import (
     SileroVAD,
     from_onnx,
     from_torch,
-    griffin_from_weights,
-    hyena_dna_from_weights,
+    from_weights,
     load_pretrained,
-    rwkv_from_torch,
     to_torch,
 )
 from jax_models.weights.layouts import params_of
@@ -127,10 +125,9 @@ LOADERS = {
     **{
         name: lambda folder, load=load, config=config: partial(load, to_torch(build(config)))
         for name, load, config in (
-            ("rwkv_from_torch", rwkv_from_torch, RWKV),
-            ("griffin_from_weights", partial(griffin_from_weights, config=GRIFFIN), GRIFFIN),
-            ("hyena_dna_from_weights", hyena_dna_from_weights, HYENA_DNA),
-            ("dropout", partial(hyena_dna_from_weights, config=WITH_DROPOUT), HYENA_DNA),
+            ("from_weights", from_weights, RWKV),
+            ("its own config", partial(from_weights, config=GRIFFIN), GRIFFIN),
+            ("dropout", partial(from_weights, config=WITH_DROPOUT), HYENA_DNA),
         )
     },
 }
