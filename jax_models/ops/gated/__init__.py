@@ -26,8 +26,9 @@ def checked_method(name: str, method: Any) -> str:
     return RECURRENT_STACK.checked_method(name, method)
 
 
-RecurrentMethod = LSTMMethod = Annotated[str, checked_method]
+RecurrentMethod = Annotated[str, checked_method]
 """What runs a stack: "auto" or the name of a form."""
+LSTMMethod = RecurrentMethod
 
 
 @checked(batch_axes=(0, 1))

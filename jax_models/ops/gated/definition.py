@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine, common_carry_dtype
@@ -18,6 +19,7 @@ from jax_models.ops.gated.products import (
     Product,
     Recurrence,
     Step,
+    known_length,
     merge_products,
     split_values,
     steps_first,
@@ -58,7 +60,8 @@ def scan(call: Recurrence):
 
     masks = call.rows.active, call.rows.restarts(reverse=call.reverse)
     at_steps = steps_first((call.products_of_x(), call.inputs, *masks))
-    last, ys = call.scan(body, call.state, at_steps, call.x.shape[1])
+    length = known_length(call.x.shape[1])
+    last, ys = lax.scan(body, call.state, at_steps, length, reverse=call.reverse)
     return jnp.swapaxes(ys, 0, 1), last
 
 

@@ -101,10 +101,10 @@ class Recurrence:
             for name, p in self.products.items()
         }
 
-    def scan(self, body: Callable[..., Any], state: Any, at_steps: Any, length: int):
-        """`lax.scan` in the direction of the recurrence."""
-        known = None if is_symbolic_dim(length) else length  # None: read from the arrays
-        return lax.scan(body, state, at_steps, known, reverse=self.reverse)
+
+def known_length(time: int) -> int | None:
+    """The length that `lax.scan` takes. None if it is symbolic: read from the arrays."""
+    return None if is_symbolic_dim(time) else time
 
 
 def steps_first(tree: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jax_models.ops.affine import affine
@@ -27,6 +28,7 @@ from jax_models.ops.gated.products import (
     computed_before,
     dense_tangent,
     direct_tangents,
+    known_length,
     merge_products,
     merge_tangents,
     split_values,
@@ -97,7 +99,9 @@ def _forward(call: Recurrence, active, reset):
 
     fields = {}
     at_steps = (call.inputs, of_x, active, reset)
-    last, (ys, before, kept, h_kept) = call.scan(body, call.state, at_steps, call.x.shape[0])
+    length = known_length(call.x.shape[0])
+    last, stored = lax.scan(body, call.state, at_steps, length, reverse=call.reverse)
+    ys, before, kept, h_kept = stored
     h = {names: h_kept[names] if i is None else before[i] for names, i in fields.items()}
     return ys, last, _Residuals(before, of_x, h, kept)
 
@@ -167,5 +171,6 @@ def _run_jvp(primals, tangents):
     tangents = d_kept, d_of_x, instantiate(call.inputs, d_call.inputs)
     at_steps = (before, kept, of_x, call.inputs), tangents, active, reset
     d_state = instantiate(call.state, d_call.state)
-    d_last, d_ys = call.scan(body, d_state, at_steps, call.x.shape[0])
+    length = known_length(call.x.shape[0])
+    d_last, d_ys = lax.scan(body, d_state, at_steps, length, reverse=call.reverse)
     return (ys, last), (d_ys, d_last)
