@@ -13,7 +13,7 @@ Path("mgu/__init__.py").touch()
 for name, text in re.findall(r"^```\w+\n# (\S+\.(?:py|toml))\n(.*?)^```$", PAGE, re.M | re.S):
     Path(name).write_text(text, encoding="utf-8")
 groups = re.findall(r'^\[project\.entry-points\."(.*)"\]\n(.*) = "(.*)"$', PAGE, re.M)
-assert len(groups) == 2
+assert len(groups) == 3
 Path("mgu-1.0.dist-info").mkdir()
 Path("mgu-1.0.dist-info/METADATA").write_text("Name: mgu\nVersion: 1.0\n")
 Path("mgu-1.0.dist-info/entry_points.txt").write_text(

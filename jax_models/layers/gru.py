@@ -52,14 +52,15 @@ class GRU(RecurrentStack[GRUState]):
         recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "native" is the package twinscan-native, which runs on CPUs in float32 or float64,
-            with `reset_after`. "xla" runs anywhere with every option. "auto" uses native kernels as
-            in `LSTM`, if the package is installed, and XLA otherwise.
+            with `reset_after`. "xla" runs anywhere with every option, and so does "definition", a
+            plain `lax.scan`. "auto" uses native kernels as in `LSTM`, if the package is installed,
+            and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
             a bias that the layer lacks.
-        NotImplementedError: (at the call) method is "native", which does not support the call.
+        NotImplementedError: (at the call) the form that `method` names does not support the call.
 
     Layouts: with `reset_after`, `torch.nn` (torch.nn.GRU) and, for one layer in one direction,
     `torch.nn.cell` (torch.nn.GRUCell); `scratch` (torch_ref.GRUScratch). Source: Cho et al. 2014

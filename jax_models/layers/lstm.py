@@ -54,24 +54,24 @@ class LSTM(RecurrentStack[LSTMState]):
         method: "cudnn" is NVIDIA's own LSTM, which runs on its GPUs in float32 and supports no
             projections, peepholes or `reset`. "native" is the package twinscan-native, which runs
             on CPUs in float32 or float64 and supports no projections or peepholes. "xla" runs
-            anywhere with every option. "auto" uses cuDNN or native kernels for sequences that they
-            support and are likely to make faster, and XLA otherwise (see below).
+            anywhere with every option, and so does "definition", a plain `lax.scan`. "auto" uses
+            cuDNN or native kernels for sequences that they support and are likely to make faster,
+            and XLA otherwise (see below). `ops.forms_of` shows the choice.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
             is not in [0, 1), there is no such method, or an initializer is given for a bias that
             the layer lacks.
-        NotImplementedError: (at the call) method is "cudnn" or "native", which does not support the
-            call.
+        NotImplementedError: (at the call) the form that `method` names does not support the call.
 
     "auto" uses cuDNN for more than one row and step, if the program runs on the machine's only
     NVIDIA GPU or inside a `jax.shard_map` over NVIDIA GPUs, because the compiler cannot divide a
     call of cuDNN over several GPUs. Like JAX's own matrix products on a GPU, those of cuDNN use
     TensorFloat-32 unless `jax.default_matmul_precision("highest")` or another setting asks for
-    more. Under `vmap`, calls of cuDNN run one after the other, and cuDNN has no forward-mode
-    gradient. On a CPU, "auto" uses the native kernels for 16 steps or more in float32, if the
-    program has a single device or is inside a `jax.shard_map`.
+    more. Under `vmap`, calls of cuDNN run one after the other. On a CPU, "auto" uses the native
+    kernels for 16 steps or more in float32, if the program has a single device or is inside a
+    `jax.shard_map`.
 
     Layouts: `torch.nn` (torch.nn.LSTM), `torch.nn.cell` (torch.nn.LSTMCell, for one layer in one
     direction), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM, with one bias per layer).

@@ -13,7 +13,7 @@ from jax_models.layers.linear import torch_uniform
 from jax_models.mesh_axes import whole
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
-from jax_models.ops.recurrence import State
+from jax_models.ops.gated.definition import State
 from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed

@@ -46,14 +46,14 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise like the
             default of `kernel_init`.
         method: "native" is the package twinscan-native, which runs on CPUs, in float32 or float64.
-            "xla" runs anywhere in every dtype. "auto" uses native kernels as in `LSTM`, if the
-            package is installed, and XLA otherwise.
+            "xla" runs anywhere in every dtype, and so does "definition", a plain `lax.scan`. "auto"
+            uses native kernels as in `LSTM`, if the package is installed, and XLA otherwise.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
             is given for a bias that the layer lacks.
-        NotImplementedError: (at the call) method is "native", which does not support the call.
+        NotImplementedError: (at the call) the form that `method` names does not support the call.
 
     Layouts: `torch.nn` (torch.nn.RNN), `torch.nn.cell` (torch.nn.RNNCell, for one layer in one
     direction), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (a single tanh cell with parameters

@@ -5,17 +5,29 @@ from jax_models.ops.arguments import checked as _checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule
+from jax_models.ops.forms import Form, FormTable, forms_of
+from jax_models.ops.gated import LSTMMethod, RecurrentMethod, lstm_stack, recurrent_stack
+from jax_models.ops.gated.definition import (
+    GRUState,
+    LSTMState,
+    Nonlinearity,
+    RNNState,
+    gru,
+    lstm,
+    recurrence,
+    rnn,
+)
+from jax_models.ops.gated.hyper_lstm import HyperLSTMState, hyper_lstm
+from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_lstm
+from jax_models.ops.gated.products import Pair, Product, Step
 from jax_models.ops.gated_delta_rule import GatedDeltaRuleMethod, gated_delta_rule
 from jax_models.ops.gelu import gelu
-from jax_models.ops.gru import GRUState, gru
-from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
-from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.l2_normalize import l2_normalize
-from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
+from jax_models.ops.library_function import LibraryFunction
+from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.local_attention import LocalAttentionState, local_attention
 from jax_models.ops.long_conv import LongConvMethod, long_conv
-from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
 from jax_models.ops.modal_conv import ModalConvState, modal_conv
 from jax_models.ops.online_conv import (
@@ -24,16 +36,7 @@ from jax_models.ops.online_conv import (
     long_conv_state,
     online_conv,
 )
-from jax_models.ops.products import Pair, Product
-from jax_models.ops.recurrence import Step, recurrence
-from jax_models.ops.recurrent_stack import (
-    LSTMMethod,
-    RecurrentMethod,
-    lstm_stack,
-    recurrent_stack,
-)
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
-from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.rotary import rotary
 from jax_models.ops.rows import Rows
 from jax_models.ops.rows import document_ends as _document_ends
@@ -43,12 +46,15 @@ from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 __all__ = [
     "CausalConv1DState",
     "DeltaRuleMethod",
+    "Form",
+    "FormTable",
     "GRUState",
     "GatedDeltaRuleMethod",
     "HyperLSTMState",
     "LSTMMethod",
     "LSTMNorms",
     "LSTMState",
+    "LibraryFunction",
     "LinearRecurrenceMethod",
     "LocalAttentionState",
     "LongConvMethod",
@@ -69,21 +75,20 @@ __all__ = [
     "attention",
     "carry_dtype",
     "causal_conv",
-    "cudnn_lstm",
-    "cudnn_pays",
-    "cudnn_refusal",
     "decay",
     "delayed",
     "delta_rule",
     "document_ends",
     "empty_long_conv_state",
     "empty_wkv_state",
+    "forms_of",
     "gated_delta_rule",
     "gelu",
     "gru",
     "hyper_lstm",
     "l2_normalize",
     "layer_norm_lstm",
+    "linear_map",
     "linear_recurrence",
     "local_attention",
     "long_conv",

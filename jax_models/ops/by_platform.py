@@ -13,21 +13,31 @@ from jax_models.ops.linear_map import linear_map
 
 Form = Callable[..., Sequence[Array]]
 Forms = tuple[tuple[str, Form], ...]
-"""The implementations ("forms") of a function, each with the name of its platform or "default"."""
+"""The implementations ("forms") of a function, each with the name of its platform, "default" or
+"export".
+"""
 
 
 def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
     """Calls the form for the platform on which the program runs, or `forms["default"]`.
 
-    A form is an implementation for one platform. Whereas `jax.lax.platform_dependent` traces every
-    form immediately, this function traces only the first form, to find the shapes of the results.
-    The form that runs and its derivatives are traced when the program is lowered. All forms must
+    A form is an implementation for one platform. A form "export" is the one that programs of
+    `jax.export` contain, on every platform.
+
+    Whereas `jax.lax.platform_dependent` traces every form immediately, this function traces only
+    the first form, to find the shapes of the results. The form that runs and its derivatives are
+    traced when the program is lowered, with the matrix precision of this call. All forms must
     return the same tree of floating or complex arrays.
     """
     leaves, structure = jax.tree.flatten(args)
+    precision = jax.default_matmul_precision.value
 
     def flat(form):
-        return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
+        def on_leaves(*leaves):
+            with jax.default_matmul_precision(precision):
+                return jax.tree.leaves(form(*structure.unflatten(leaves)))
+
+        return on_leaves
 
     results = jax.tree.structure(jax.eval_shape(next(iter(forms.values())), *args))
     return results.unflatten(_bind(leaves, {name: flat(form) for name, form in forms.items()}))
@@ -60,7 +70,10 @@ def _form(forms: Forms, platform: str) -> Form:
 
 def _lowering(platform: str):
     def rule(ctx, *leaves, forms: Forms):
-        return mlir.lower_fun(_form(forms, platform), multiple_results=True)(ctx, *leaves)
+        exported = ctx.module_context.lowering_parameters.for_export
+        form = dict(forms).get("export") if exported else None
+        form = form or _form(forms, platform)
+        return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
 
     return rule
 

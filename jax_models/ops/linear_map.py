@@ -31,10 +31,15 @@ def linear_map(
     structure = jax.tree.structure(x)
     residual_leaves, residual_structure = jax.tree.flatten(residuals)
     leaves = match_varying_axes([*jax.tree.leaves(x), *residual_leaves])[: structure.num_leaves]
-    y = jax.eval_shape(partial(function, *static), residuals, structure.unflatten(leaves))
+    y = jax.eval_shape(partial(_call, function, static), residuals, structure.unflatten(leaves))
     trees = residual_structure, structure, jax.tree.structure(y)
     params = _Map(function, transpose, static, *trees)
     return params.y.unflatten(linear_map_p.bind(*residual_leaves, *leaves, map=params))
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # traced once for shapes and programs
+def _call(function: LinearFunction, static: tuple[Any, ...], residuals: Any, x: Any) -> Any:
+    return function(*static, residuals, x)
 
 
 class _Map(NamedTuple):
@@ -54,7 +59,7 @@ class _Map(NamedTuple):
     def __call__(self, *leaves: Array) -> list[Array]:
         residuals, x = self.split(leaves)
         trees = self.residuals.unflatten(residuals), self.x.unflatten(x)
-        return jax.tree.leaves(self.function(*self.static, *trees))
+        return jax.tree.leaves(_call(self.function, self.static, *trees))
 
     def transposed(self) -> "_Map":
         """Returns the transposed map, from y to x."""

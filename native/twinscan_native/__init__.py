@@ -5,9 +5,6 @@ import os
 from functools import cache
 from pathlib import Path
 
-INTERFACE = 3
-"""The version of the arguments and results of the kernels. twinscan refuses another one."""
-
 
 def path() -> Path:
     """Returns the path of the shared library.

@@ -62,6 +62,6 @@ MUTATIONS = [
     ),
     forward(
         "normalised cell carried",
-        plant=replaced("jax_models.ops.hyper_lstm.layer_norm_cell", carrying_normalised),
+        plant=replaced("jax_models.ops.gated.hyper_lstm.layer_norm_cell", carrying_normalised),
     ),
 ]

@@ -3,7 +3,7 @@
 from functools import partial
 
 from jax_models import LayerNormLSTM
-from jax_models.ops.layer_norm_lstm import layer_norm
+from jax_models.ops.gated.layer_norm_lstm import layer_norm
 from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import Mutation, replaced, two_swapped
 
@@ -33,6 +33,6 @@ MUTATIONS = [
         "normalised cell carried",
         "LayerNormLSTM",
         "forward",
-        replaced("jax_models.ops.layer_norm_lstm.layer_norm_cell", carrying_normalised),
+        replaced("jax_models.ops.gated.layer_norm_lstm.layer_norm_cell", carrying_normalised),
     ),
 ]

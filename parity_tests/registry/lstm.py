@@ -164,7 +164,7 @@ MUTATIONS = [
         masks(
             name,
             "LSTMScratch",
-            plant=replaced("jax_models.ops.lstm.recurrence", wrong),
+            plant=replaced("jax_models.ops.gated.definition.recurrence", wrong),
             check=check,
         )
         for name, wrong, check in (

@@ -133,7 +133,9 @@ MUTATIONS = [
         "relu for tanh",
         "RNNScratch tanh",
         "forward",
-        replaced("jax_models.ops.rnn.STEPS", lambda steps: {"tanh": steps["relu"]}),
+        replaced(
+            "jax_models.ops.gated.definition.RNN_STEPS", lambda steps: {"tanh": steps["relu"]}
+        ),
     ),
     weights(
         "gates i and f swapped",

@@ -1,6 +1,7 @@
 """The recurrences of torch.nn by the kernels of twinscan-native, if that package is installed."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_models.ops.kernels.native_kernels import loading_error
 from parity_tests.registry import gru, lstm, rnn
 from parity_tests.registry.mutation import (
     CUT,
@@ -34,20 +34,20 @@ CASES = [
         platforms=("cpu",),
     )
     for case in (*lstm.plain, *gru.torch_nn, *rnn.tanh, *rnn.relu)
-    if loading_error() is None
+    if importlib.util.find_spec("twinscan_native")
 ]
 
 
 def changed(way: str, change: Change) -> Plant:
     """Changes operands of the forward or the backward kernels."""
 
-    def wrong(by_kernel):
-        def called(call, operands):
-            return by_kernel(call, operands | (change(operands) if call.way == way else {}))
+    def wrong(by_library):
+        def called(kernel, operands):
+            return by_library(kernel, operands | (change(operands) if kernel.way == way else {}))
 
         return called
 
-    return replaced("jax_models.ops.kernels.native.by_kernel", wrong)
+    return replaced("twinscan_native.kernels.Kernel.by_library", wrong)
 
 
 def from_zero(operands):

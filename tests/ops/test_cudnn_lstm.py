@@ -1,6 +1,5 @@
 """LSTMs through cuDNN. Without a GPU, JAX's reference of cuDNN's LSTM takes its place."""
 
-import sys
 import types
 from functools import partial
 
@@ -9,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 from jax.experimental import rnn
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_models import LSTM, ops
+from jax_models.ops import forms, gated
 from parity_tests.engine.bounds.tolerance import assert_same
 
 BATCH, TIME, FEATURES, HIDDEN = 4, 6, 3, 5
@@ -69,8 +70,10 @@ def one_gpu(monkeypatch):
 @pytest.fixture
 def in_float64(monkeypatch, x64):
     """Allows cuDNN for every dtype, because the stand-in computes in all of them."""
-    module = sys.modules["jax_models.ops.recurrent_stack"]  # `ops` has a function of this name
-    monkeypatch.setattr(module, "cudnn_refusal", lambda *_: None)
+    cudnn = gated.CUDNN._replace(refusal=forms.never_refuses)
+    own_forms = cudnn, *gated.RECURRENT_STACK.own_forms[1:]
+    operator = gated.RECURRENT_STACK._replace(own_forms=own_forms)
+    monkeypatch.setattr(gated, "RECURRENT_STACK", operator)
 
 
 def build(method: str, dtype=jnp.float32, **options) -> LSTM:
@@ -111,10 +114,11 @@ def assert_cudnn_equals_xla(transform, lengths, **options):
     jax.tree.map(partial(assert_same, what="cuDNN and XLA"), *results)
 
 
-def program(layer: LSTM, x=None, **kwargs) -> str:
-    """The layer's jaxpr, in which calls of cuDNN can be found by name."""
+def chosen(layer: LSTM, x=None, **kwargs) -> str:
+    """The form that runs on a GPU."""
     x = jnp.ones((BATCH, TIME, FEATURES)) if x is None else x
-    return str(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x))
+    [table] = ops.forms_of(layer, x, platform="cuda", **kwargs)
+    return table.chosen
 
 
 @pytest.mark.slow
@@ -164,7 +168,7 @@ def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
 
 def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypatch):
     x = jnp.ones((BATCH, TIME, FEATURES))
-    assert "rnn_fwd" in program(build("auto"))
+    assert chosen(build("auto")) == "cudnn"
     for options, call in (
         ({"method": "xla"}, {}),
         ({"proj_features": 2}, {}),
@@ -173,10 +177,10 @@ def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypa
         ({}, {"x": x[:1]}),
         ({"dtype": jnp.bfloat16}, {"x": x.astype("bfloat16")}),
     ):
-        assert "rnn_fwd" not in program(build(**{"method": "auto", **options}), **call)
+        assert chosen(build(**{"method": "auto", **options}), **call) != "cudnn"
     monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
-    assert "rnn_fwd" not in program(build("auto"))
-    assert "rnn_fwd" in program(build("cudnn"))
+    assert chosen(build("auto")) == "xla"
+    assert chosen(build("cudnn")) == "cudnn"
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -184,11 +188,14 @@ def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatc
     """With check_vma, cuDNN is not used, because its call does not declare what varies."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
-    cells, served = [cell.arrays() for cell in build("auto").cells], []
+    layer = build("auto")
+    cells, served = [cell.arrays() for cell in layer.cells], []
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
     def forward(x):
-        served.append(ops.cudnn_refusal(x, cells, None) is None and ops.cudnn_pays(x))
+        state = layer.init_state(len(x))
+        [table] = ops.forms_of(ops.lstm_stack, x, state, cells, num_directions=1, platform="cuda")
+        served.append(table.chosen == "cudnn")
         return ()
 
     jax.eval_shape(forward, jnp.ones((BATCH, TIME, FEATURES)))
@@ -197,18 +204,36 @@ def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [None, "tensorfloat32", "bfloat16", "highest", "float32"])
-def test_products_are_as_precise_as_was_asked_for(setting, one_gpu):
+def test_products_are_as_precise_as_was_asked_for(setting, one_gpu, monkeypatch):
     """The backward pass keeps the precision, even if it is traced after the setting has ended."""
+    precisions = []
+
+    def spied(function):
+        def spy(*args):
+            precisions.append((function, *(a for a in args if isinstance(a, jax.lax.Precision))))
+            return function(*args)
+
+        return spy
+
+    forward, backward = rnn.lstm_fwd, rnn.lstm_bwd
+    monkeypatch.setattr(rnn, "lstm_fwd", spied(forward))
+    monkeypatch.setattr(rnn, "lstm_bwd", spied(backward))
     layer = build("cudnn")
     primals, gradients = arguments(layer)
     with jax.default_matmul_precision(setting):
-        forward = jax.make_jaxpr(layer)(*primals)
         _, pull_back = jax.vjp(layer, *primals)
-    backward = jax.make_jaxpr(pull_back)(gradients)
-    tf32 = setting not in ("highest", "float32")
-    for program, name in ((forward, "rnn_fwd"), (backward, "rnn_bwd")):
-        assert name in str(program)
-        assert f"cudnn_allow_tf32={tf32}" in str(program)
+    pull_back(gradients)
+    high = (
+        jax.lax.Precision.HIGHEST if setting in ("highest", "float32") else jax.lax.Precision.HIGH
+    )
+    assert {*precisions} == {(forward, high), (backward, high)}
+
+
+def test_is_exported_without_cudnn(one_gpu):
+    function, weights = pulled_back(build("auto"), LENGTHS)
+    x = arguments(build("auto"))
+    exported = export.export(jax.jit(function), platforms=("cpu", "cuda"))(weights, *x)
+    assert "stand_in" not in exported.mlir_module()
 
 
 @pytest.mark.parametrize(

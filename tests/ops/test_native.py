@@ -1,29 +1,32 @@
-"""The kernels of twinscan-native equal XLA's form in every transformation."""
+"""The kernels of twinscan-native equal XLA's form in every transformation.
 
+`test_forms.py` compares them with the definition, and exports them.
+"""
+
+import importlib.util
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_models import GRU, LSTM, RNN, ops
-from jax_models.ops.kernels import native
+from jax_models.ops import forms
 from parity_tests.engine.bounds.tolerance import assert_same
 
 needs_kernels = pytest.mark.skipif(
-    native.loading_error() is not None, reason="twinscan-native is not installed"
+    importlib.util.find_spec("twinscan_native") is None, reason="twinscan-native is not installed"
 )
 
 FEATURES = 3
@@ -76,29 +79,6 @@ def assert_equals_xla(name: str, transform, *args, options=None, **masks):
         function, arguments = problem(build(name, method, **options or {}), *args, **masks)
         results.append(jax.jit(transform(function))(*arguments))
     jax.tree.map(partial(assert_same, what="the kernels and XLA"), *results)
-
-
-@needs_kernels
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from([*LAYERS]),
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 40)),
-    num_layers=st.integers(1, 2),
-    flags=st.tuples(*[st.booleans()] * 4),
-    data=st.data(),
-)
-def test_equals_xla(name, sizes, num_layers, flags, data):
-    bidirectional, use_bias, padded, packed = flags
-    batch, time, hidden = sizes
-    rng, masks = np.random.default_rng(data.draw(st.integers(0, 99))), {}
-    if padded:
-        masks["lengths"] = rng.integers(0, time, batch, endpoint=True)
-    if packed:
-        masks["reset"] = rng.random((batch, time)) < 0.3
-    stack = {"num_layers": num_layers, "bidirectional": bidirectional, "use_bias": use_bias}
-    with jax.enable_x64(True):
-        options = {"hidden": hidden, **stack}
-        assert_equals_xla(name, with_gradients, batch, time, options=options, **masks)
 
 
 def forward_mode(function):
@@ -221,8 +201,9 @@ def test_kernels_of_older_processors_equal_xla(without):
         return run.stdout
 
     assert python("-c", PRINT_ISA).strip() in {"avx2", "baseline"} - {*without.split(",")}
-    tests = f"{test_equals_xla.__name__} or {test_divided_over_threads_equals_xla.__name__}"
-    assert " passed" in python("-m", "pytest", "-q", "-n", "0", __file__, "-k", tests)
+    tests = f"native and equals_the_definition or {test_divided_over_threads_equals_xla.__name__}"
+    files = __file__, str(Path(__file__).with_name("test_forms.py"))
+    assert " passed" in python("-m", "pytest", "-q", "-n", "0", *files, "-k", tests)
 
 
 @needs_kernels
@@ -431,19 +412,18 @@ def test_kernels_are_not_slower_than_xla_beside_busy_processes():
     assert native_median < 2 * xla_median
 
 
-@needs_kernels
-def test_is_exported_without_the_kernels():
-    layer = build("GRU", "native", dtype=jnp.float32)
-    exported = export.export(jax.jit(lambda x: layer(x)[0]))(X)
-    assert "custom_call @twinscan" not in exported.mlir_module()
-    np.testing.assert_allclose(exported.call(X), layer(X)[0], rtol=1e-5)
+@pytest.fixture
+def always_pays(monkeypatch):
+    """Lets "auto" choose the kernels for sequences of every length and dtype."""
+    native = importlib.import_module("twinscan_native.forms")
+    [form] = native.FORMS["recurrent_stack"]
+    patched = {"recurrent_stack": (form._replace(pays=forms.always_pays),)}
+    monkeypatch.setattr(forms, "_forms", forms._forms.__wrapped__)
+    monkeypatch.setattr(forms, "_packages", lambda: [("twinscan-native", patched)])
 
 
 @needs_kernels
-def test_auto_is_native_only_where_the_program_runs_on_a_cpu(monkeypatch):
-    module = sys.modules["jax_models.ops.recurrent_stack"]  # `ops` has a function of this name
-    monkeypatch.setattr(module, "native_pays", lambda *_: True)
-
+def test_auto_is_native_only_where_the_program_runs_on_a_cpu(always_pays):
     def lowered(name: str, method: str, platform: str) -> str:
         function, arguments = problem(build(name, method, dtype=jnp.float32), lengths=LENGTHS)
         traced = jax.jit(with_gradients(function)).trace(*arguments)
@@ -457,18 +437,19 @@ def test_auto_is_native_only_where_the_program_runs_on_a_cpu(monkeypatch):
             lowered(name, "native", "cuda")
 
 
+@needs_kernels
 @pytest.mark.parametrize(
-    ("time", "dtype", "pays"),
-    [(16, jnp.float32, True), (15, jnp.float32, False), (16, jnp.float64, False)],
+    ("time", "dtype", "chosen"),
+    [(16, jnp.float32, "native"), (15, jnp.float32, "xla"), (16, jnp.float64, "xla")],
 )
-def test_pays_for_long_sequences_in_float32(time, dtype, pays):
-    assert native.native_pays(jax.ShapeDtypeStruct((4, time, 8), dtype)) == pays
+def test_pays_for_long_sequences_in_float32(time, dtype, chosen, x64):
+    layer = build("LSTM", "auto", dtype=dtype)
+    [table] = ops.forms_of(layer, jnp.ones((4, time, FEATURES), dtype))
+    assert table.chosen == chosen
 
 
 @needs_kernels
-def test_auto_leaves_what_the_kernels_do_not_support_to_xla(monkeypatch):
-    module = sys.modules["jax_models.ops.recurrent_stack"]
-    monkeypatch.setattr(module, "native_pays", lambda *_: True)
+def test_auto_leaves_what_the_kernels_do_not_support_to_xla(always_pays):
     for layer, x in REFUSED.values():
         assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
 
@@ -483,6 +464,7 @@ REFUSED = {
 }
 
 
+@needs_kernels
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refuses_with_the_reason_and_the_way_out(reason):
     layer, x = REFUSED[reason]
@@ -490,6 +472,7 @@ def test_refuses_with_the_reason_and_the_way_out(reason):
         layer(method="native")(x)
 
 
+@needs_kernels
 def test_refuses_symbolic_sizes():
     layer = build("LSTM", "native", dtype=jnp.float32)
     shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 6, 3"), jnp.float32)
@@ -497,6 +480,7 @@ def test_refuses_symbolic_sizes():
         export.export(jax.jit(lambda x: layer(x)[0]))(shape)
 
 
+@needs_kernels
 def test_refuses_another_default_device():
     layer = build("LSTM", "native", dtype=jnp.float32)
     state, cells = layer.init_state(4), [cell.arrays() for cell in layer.cells]
@@ -505,7 +489,8 @@ def test_refuses_another_default_device():
 
 
 def test_says_how_to_install_the_kernels(monkeypatch):
-    monkeypatch.setattr(native, "loading_error", lambda: "… (pip install ./native)")
+    monkeypatch.setattr(forms, "_forms", forms._forms.__wrapped__)
+    monkeypatch.setattr(forms, "_packages", list)
     layer = build("LSTM", "native", dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='xla'"):
         layer(X)

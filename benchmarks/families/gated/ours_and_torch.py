@@ -1,5 +1,6 @@
 """Our layers, and torch's."""
 
+import importlib.util
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
 from benchmarks.problem import OURS, CannotSolve, Contenders, Function
 from jax_models import from_torch, to_torch
-from jax_models.ops.kernels.native_kernels import loading_error
 
 contenders = Contenders()
 
@@ -23,8 +23,8 @@ def ours(problem: Gated):
 @contenders.jax(f"{OURS}, native")
 def ours_native(problem: Gated):
     """Our layer by the kernels of twinscan-native."""
-    if error := loading_error():
-        raise CannotSolve(error)
+    if not importlib.util.find_spec("twinscan_native"):
+        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
     return by_method(problem, "native")
 
 

@@ -1,5 +1,6 @@
 """The operators, their plain versions, the arrays they get, and the measured sizes."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -8,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.families.plain.plain_versions import (
-    gru_cell,
-    lstm_cell,
     plain_delta_rule,
-    plain_gated,
     plain_linear_recurrence,
     plain_local_attention,
     plain_min_gru,
@@ -19,11 +17,9 @@ from benchmarks.families.plain.plain_versions import (
     plain_modal_conv,
     plain_wkv,
     plain_wkv6,
-    rnn_cell,
     zeros,
 )
 from jax_models import ops
-from jax_models.ops.kernels.native_kernels import loading_error
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
@@ -173,39 +169,29 @@ def draw_gated(gates: int):
     return draw
 
 
-def our_gated(run, state_type):
-    """Our operator, from the zero state."""
+def gated_by(method: str, recurrence, state_type):
+    """A stack of one layer by a form, from the zero state."""
 
-    def ours(x, **weights):
-        hidden = weights["kernel_hh"].shape[0]
-        state = state_type(*(zeros(x, hidden) for _ in state_type._fields))
-        return run(x, state, **weights)[0]
-
-    return ours
-
-
-def native_gated(run, state_type):
-    """A stack of one layer by the kernels of twinscan-native, from the zero state."""
-
-    def native(x, **weights):
+    def run(x, **weights):
         zero = zeros(x, weights["kernel_hh"].shape[0])[None]
         state = state_type(*(zero for _ in state_type._fields))
-        return ops.recurrent_stack(run, x, state, [weights], num_directions=1, method="native")[0]
+        options = {"num_directions": 1, "method": method}
+        return ops.recurrent_stack(recurrence, x, state, [weights], **options)[0]
 
-    return native
+    return run
 
 
-def gated(name: str, run, state_type, cell, gates: int) -> dict[str, Pair]:
-    """A gated operator against two plain scans, and by native kernels if they are installed."""
-    draw, ours = draw_gated(gates), our_gated(run, state_type)
-    in_loop, hoisted = (
-        plain_gated(cell, len(state_type._fields), hoisted=hoisted) for hoisted in (False, True)
+def gated(name: str, recurrence, state_type, gates: int) -> dict[str, Pair]:
+    """A gated recurrence by XLA, and by native kernels if they are installed.
+
+    "auto" would choose the native kernels, where they are installed.
+    """
+    xla, native, definition = (
+        gated_by(method, recurrence, state_type) for method in ("xla", "native", "definition")
     )
-    pairs = {name: Pair(draw, ours, in_loop, GATED)}
-    pairs[f"{name}, hoisted"] = Pair(draw, ours, hoisted, GATED)
-    if loading_error() is None:
-        native = native_gated(run, state_type)
-        pairs[f"{name}, native"] = Pair(draw, native, hoisted, GATED)
+    pairs = {name: Pair(draw_gated(gates), xla, definition, GATED)}
+    if importlib.util.find_spec("twinscan_native"):
+        pairs[f"{name}, native"] = Pair(draw_gated(gates), native, definition, GATED)
     return pairs
 
 
@@ -280,9 +266,9 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "min_gru": Pair(draw_min_rnn(2), our_min_rnn(ops.min_gru, 2), plain_min_gru, LAYERS),
     "min_lstm": Pair(draw_min_rnn(3), our_min_rnn(ops.min_lstm, 3), plain_min_lstm, LAYERS),
-    **gated("lstm", ops.lstm, ops.LSTMState, lstm_cell, 4),
-    **gated("gru", ops.gru, ops.GRUState, gru_cell, 3),
-    **gated("rnn", ops.rnn, ops.RNNState, rnn_cell, 1),
+    **gated("lstm", ops.lstm, ops.LSTMState, 4),
+    **gated("gru", ops.gru, ops.GRUState, 3),
+    **gated("rnn", ops.rnn, ops.RNNState, 1),
     "modal_conv": Pair(
         draw_modal_conv,
         our_modal_conv,

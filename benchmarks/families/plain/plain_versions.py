@@ -107,42 +107,6 @@ def plain_min_lstm(x, kernel, bias):
     return plain_linear_recurrence(f / (f + i), i / (f + i) * candidate)
 
 
-def plain_gated(cell, states: int, *, hoisted: bool):
-    """A scan of `cell(of_x, of_h, *state)`. If `hoisted`, the products of x precede the scan."""
-
-    def plain(x, kernel_ih, kernel_hh, bias_ih, bias_hh):
-        def of_x(x):
-            return x @ kernel_ih + bias_ih
-
-        def step(state, x):
-            state = cell(x if hoisted else of_x(x), state[0] @ kernel_hh + bias_hh, *state)
-            return state, state[0]
-
-        state = [zeros(x, kernel_hh.shape[0])] * states
-        return over_time(step, tuple(state), of_x(x) if hoisted else x)
-
-    return plain
-
-
-def lstm_cell(of_x, of_h, _, c):
-    """The LSTM of torch."""
-    i, f, g, o = jnp.split(of_x + of_h, 4, axis=-1)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
-
-
-def gru_cell(of_x, of_h, h):
-    """The GRU of torch."""
-    (r_x, z_x, n_x), (r_h, z_h, n_h) = (jnp.split(a, 3, axis=-1) for a in (of_x, of_h))
-    r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
-    return ((1 - z) * jnp.tanh(n_x + r * n_h) + z * h,)
-
-
-def rnn_cell(of_x, of_h, _):
-    """The RNN of torch."""
-    return (jnp.tanh(of_x + of_h),)
-
-
 def plain_modal_conv(v, poles, residues, skip):
     """`s_t = λ ⊙ s_{t−1} + v_t`, `y_t = Re Σ_n R_n s_{t,n} + skip ⊙ v_t`."""
     poles, residues = (jax.lax.complex(a[..., 0], a[..., 1]) for a in (poles, residues))

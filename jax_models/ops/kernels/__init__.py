@@ -1,1 +1,1 @@
-"""Kernels for TPUs and GPUs, and calls of cuDNN and of twinscan-native."""
+"""Kernels for TPUs and GPUs."""

@@ -8,10 +8,8 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.arguments import checked
-from jax_models.ops.lstm import LSTMState
-from jax_models.ops.products import Product
-from jax_models.ops.recurrence import Step, recurrence
-from jax_models.ops.rows import ScanMasks
+from jax_models.ops.gated.definition import LSTMState, ScanOptions, recurrence
+from jax_models.ops.gated.products import Product, Step
 
 
 class LSTMNorms(NamedTuple):
@@ -32,17 +30,17 @@ def layer_norm_lstm(
     kernel_hh: Float[Array, "hidden 4*hidden"],
     bias: Float[Array, " 4*hidden"],
     norms: LSTMNorms,
-    **masks: Unpack[ScanMasks],
+    **options: Unpack[ScanOptions],
 ) -> tuple[Float[Array, "batch time hidden"], LSTMState]:
     """Runs a layer-normalized LSTM, with its gates side by side in the order i, f, g, o.
 
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `ScanMasks`.
+    `options` are those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
     """
     products = {"gates": Product(kernel_hh, None, kernel_ih, bias)}
-    return recurrence(_step, state, products, x, params=norms, **masks)
+    return recurrence(_step, state, products, x, params=norms, **options)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:

@@ -7,10 +7,9 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
 from jax_models.ops.arguments import checked
-from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_cell
-from jax_models.ops.products import Product
-from jax_models.ops.recurrence import Step, recurrence
-from jax_models.ops.rows import ScanMasks
+from jax_models.ops.gated.definition import ScanOptions, recurrence
+from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_cell
+from jax_models.ops.gated.products import Product, Step
 
 
 class HyperLSTMState(NamedTuple):
@@ -38,7 +37,7 @@ def hyper_lstm(
     z_bias: Float[Array, " 8*embedding"],
     d_kernel: Float[Array, "embedding 12*hidden"],
     d_bias: Float[Array, " 4*hidden"],
-    **masks: Unpack[ScanMasks],
+    **options: Unpack[ScanOptions],
 ) -> tuple[Float[Array, "batch time hidden"], HyperLSTMState]:
     """Runs a HyperLSTM over a sequence, with its gates side by side in the order i, f, g, o.
 
@@ -49,8 +48,8 @@ def hyper_lstm(
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
     The columns of W_z and D are those of h, then of x, then of b. The products that depend on x
-    alone are computed for all steps at once, and so is the gradient of each weight. `masks` are
-    `lengths`, `reset` and `reverse`, as in `ScanMasks`.
+    alone are computed for all steps at once, and so is the gradient of each weight. `options` are
+    those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
     # The loop multiplies the hyper network's concatenated state by one matrix, so the rows of its
@@ -77,7 +76,7 @@ def hyper_lstm(
         x,
         inputs=affine(x, kernel_ih),
         params=(norms, hyper_norms),
-        **masks,
+        **options,
     )
 
 

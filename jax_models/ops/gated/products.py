@@ -1,6 +1,7 @@
 """The matrix products of a recurrence, and their tangents for all steps at once."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine, carry_dtype
+from jax_models.ops.rows import Rows
 
 
 class Product(NamedTuple):
@@ -52,6 +55,68 @@ class Pair(Product):
     def received(of_x: Array | None, stored: Array) -> Any:
         """Returns the value that a step receives: the two products."""
         return of_x, stored
+
+
+class Step(NamedTuple):
+    """The arguments of a step, apart from the state."""
+
+    products: Callable[[Sequence[str], Array], list[Any]]
+    """`products(names, h)` returns the products of h with these names, as one matrix product.
+
+    A step asks for each name once.
+    """
+    inputs: Any
+    params: Any
+
+    def product(self, name: str, h: Array) -> Any:
+        """Returns a single product of h."""
+        return self.products([name], h)[0]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("state", "products", "x", "inputs", "params", "rows"),
+    meta_fields=("step", "reverse"),
+)
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """A call of `ops.recurrence`, whose arguments it contains."""
+
+    step: Callable[[Any, Step], Any]
+    state: Any
+    products: dict[str, Product]
+    x: Float[Array, "batch time in"]
+    inputs: Any
+    params: Any
+    rows: Rows
+    reverse: bool
+
+    def products_of_x(self) -> dict[str, Array | None]:
+        """The products of x for all steps, by name.
+
+        Each is an array of its own, because XLA's CPU backend reads columns of a wide one slowly.
+        """
+        return {
+            name: None if p.kernel_x is None else affine(self.x, p.kernel_x, p.bias_x)
+            for name, p in self.products.items()
+        }
+
+
+def known_length(time: int) -> int | None:
+    """The length that `lax.scan` takes. None if it is symbolic: read from the arrays."""
+    return None if is_symbolic_dim(time) else time
+
+
+def steps_first(tree: Any) -> Any:
+    """Swaps the axes of batch and time in all arrays of a tree."""
+    return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), tree)
+
+
+def where(mask: Array | None, x: Any, y: Any) -> Any:
+    """Takes the rows of the mask from the state x and the others from y. No mask: all from y."""
+    if mask is None:
+        return y
+    return jax.tree.map(lambda a, b: jnp.where(mask[:, None], a, b), x, y)
 
 
 def merge_products(names: Sequence[str], group: Sequence[Product]) -> Product:

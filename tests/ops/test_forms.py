@@ -1,0 +1,365 @@
+"""Every form of an operator equals its definition, and the right one runs."""
+
+import importlib
+import pkgutil
+import sys
+from collections import defaultdict
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+from jax_models import GRU, LSTM, RNN, entry_points, ops
+from jax_models.entry_points import DuplicateNameError
+from jax_models.ops import forms
+from jax_models.ops.forms import Form, Operator
+from jax_models.ops.rows import Rows
+from parity_tests.engine.bounds.tolerance import assert_same
+
+
+def operators() -> dict[str, Operator]:
+    """All operators that choose among forms, by name."""
+    modules = pkgutil.walk_packages(ops.__path__, "jax_models.ops.")
+    values = (vars(importlib.import_module(module.name)).values() for module in modules)
+    return {each.name: each for found in values for each in found if isinstance(each, Operator)}
+
+
+OPERATORS = operators()
+
+# Random calls
+
+
+def norms(size: str) -> dict[str, str]:
+    """The shapes of the norms of an LSTM, under the names of their fields."""
+    wide = f"4*{size}"
+    return {"gate_scale": wide, "gate_bias": wide, "cell_scale": size, "cell_bias": size}
+
+
+def cell(gates: int, **others) -> dict[str, str]:
+    """The shapes of the weights of a cell with I inputs and H hidden units."""
+    return {"kernel_ih": f"I {gates}*H", "kernel_hh": f"H {gates}*H", **others}
+
+
+def biased(gates: int, **others) -> dict[str, str]:
+    return cell(gates, bias_ih=f"{gates}*H", bias_hh=f"{gates}*H", **others)
+
+
+PROJECTION = {"kernel_hh": "P 4*H", "kernel_hr": "H P", "bias_hr": "P"}
+STACKED = {
+    "lstm": (ops.lstm, ops.LSTMState, "H H", biased(4)),
+    "lstm without bias": (ops.lstm, ops.LSTMState, "H H", cell(4)),
+    "lstm with one bias": (ops.lstm, ops.LSTMState, "H H", cell(4, bias_ih="4*H")),
+    "lstm with peepholes": (ops.lstm, ops.LSTMState, "H H", biased(4, peephole="3*H")),
+    "projected lstm": (ops.lstm, ops.LSTMState, "P H", biased(4) | PROJECTION),
+    "gru": (ops.gru, ops.GRUState, "H", biased(3)),
+    "gru without bias": (ops.gru, ops.GRUState, "H", cell(3)),
+    "gru with the reset before": (
+        partial(ops.gru, reset_after=False), ops.GRUState, "H", biased(3)
+    ),
+    "rnn": (ops.rnn, ops.RNNState, "H", biased(1)),
+    "rnn of relu": (partial(ops.rnn, nonlinearity="relu"), ops.RNNState, "H", biased(1)),
+}  # fmt: skip
+"""Recurrences: the operator, the type of the state, its sizes, and the shapes of the weights."""
+CELLS = STACKED | {
+    "layer_norm_lstm": (
+        ops.layer_norm_lstm, ops.LSTMState, "H H", cell(4, bias="4*H", norms=norms("H"))
+    ),
+    "hyper_lstm": (
+        ops.hyper_lstm, ops.HyperLSTMState, "H H Y Y", cell(
+            4, norms=norms("H"), hyper_norms=norms("Y"), hyper_kernel_ih="H+I 4*Y",
+            hyper_kernel_hh="Y 4*Y", hyper_bias="4*Y", z_kernel="Y 12*E", z_bias="8*E",
+            d_kernel="E 12*H", d_bias="4*H",
+        ),
+    ),
+}  # fmt: skip
+
+
+class Draw:
+    """Draws random sizes, masks and arrays of a call."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+        most = {"B": 5, "T": 20, "I": 8, "H": 30, "P": 4, "Y": 5, "E": 3}
+        self.sizes = {name: int(self.rng.integers(1, most[name] + 1)) for name in most}
+
+    def array(self, shape: str | dict[str, str]):
+        """An array, or the norms of an LSTM. Each letter stands for a size."""
+        if isinstance(shape, dict):
+            return ops.LSTMNorms(**{name: self.array(each) for name, each in shape.items()})
+        sizes = [eval(axis, {}, self.sizes) for axis in shape.split()]
+        return jnp.asarray(0.5 * self.rng.standard_normal(sizes))
+
+    def flag(self, probability: float = 0.5) -> bool:
+        """True or False."""
+        return bool(self.rng.random() < probability)
+
+    def masks(self) -> dict[str, np.ndarray]:
+        """Mostly lengths and resets."""
+        batch, time = self.sizes["B"], self.sizes["T"]
+        masks = {
+            "lengths": self.rng.integers(0, time + 1, batch),
+            "reset": self.rng.random((batch, time)) < 0.3,
+        }
+        return {name: mask for name, mask in masks.items() if self.flag(0.8)}
+
+
+def draw_recurrence(cell: str, draw: Draw):
+    operator, state_type, state, shapes = CELLS[cell]
+    reverse, masks = draw.flag(), draw.masks()
+    weights = {name: draw.array(shape) for name, shape in shapes.items()}
+    state = state_type(*(draw.array(f"B {size}") for size in state.split()))
+
+    def run(method, x, state, weights):
+        return operator(x, state, **weights, **masks, reverse=reverse, method=method)
+
+    return run, (draw.array("B T I"), state, weights), masks
+
+
+def draw_recurrent_stack(cell: str, draw: Draw):
+    recurrence, state_type, state, shapes = STACKED[cell]
+    directions, masks = 1 + draw.flag(), draw.masks()
+    count, inputs = directions * (1 + draw.flag()), draw.sizes["I"]
+    state = state_type(*(draw.array(f"{count} B {size}") for size in state.split()))
+    x, cells = draw.array("B T I"), []
+    for index in range(count):
+        draw.sizes["I"] = inputs if index < directions else directions * state.h.shape[2]
+        cells.append({name: draw.array(shape) for name, shape in shapes.items()})
+
+    def run(method, x, state, cells):
+        options = {"num_directions": directions, "method": method}
+        return ops.recurrent_stack(recurrence, x, state, cells, **masks, **options)
+
+    return run, (x, state, cells), masks
+
+
+CALLS = {"recurrence": (draw_recurrence, CELLS), "recurrent_stack": (draw_recurrent_stack, STACKED)}
+"""For each operator, a function that draws a call, and the kinds of calls to draw.
+
+`draw(kind, Draw(seed))` returns `run(method, *arrays)`, its arrays, and the masks.
+"""
+FORMS = [
+    pytest.param(operator, form, kind, seed, id=f"{name}, {form.name}, {kind}")
+    for name, operator in OPERATORS.items()
+    for form in operator.forms.values()
+    if form not in (*operator.other_forms, operator.own_forms[-1])
+    for seed, kind in enumerate(CALLS[name][1])
+]
+
+
+@pytest.mark.parametrize(("operator", "form", "kind", "seed"), FORMS)
+def test_equals_the_definition(operator, form, kind, seed, x64):
+    """Results and gradients agree in float64. Results in the padding do not matter."""
+    run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
+    rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(method, *arrays):
+        def function(*arrays):
+            y, last = run(method, *arrays)
+            return rows.masked(y), last
+
+        results, pull_back = jax.vjp(function, *arrays)
+        return results, pull_back(jax.tree.map(lambda y: jnp.cos(y + 0.1), results))
+
+    try:
+        found = with_gradients(form.name, *arrays)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    expected = with_gradients(operator.own_forms[-1].name, *arrays)
+    jax.tree.map(partial(assert_same, what=f"{form.name} and the definition"), found, expected)
+
+
+# The choice among forms
+
+
+def refuses_many(call) -> str | None:
+    return "it takes 2 numbers" if len(call.x) > 2 else None
+
+
+class Scale(NamedTuple):
+    """A call of `SCALE`."""
+
+    x: jax.Array
+    count: jax.Array
+
+
+def by(factor: float):
+    return lambda call: factor * call.x
+
+
+SCALE = Operator(
+    "scale",
+    (
+        Form("on a tpu", by(7.0), ("tpu",)),
+        Form("small", by(5.0), refusal=refuses_many),
+        Form("derived", by(3.0), pays=lambda call, platform, differentiated: differentiated),
+        Form("on a cpu", by(2.0), ("cpu",)),
+        Form("definition", by(1.0)),
+    ),
+    (forms.not_installed("elsewhere", "scales", "pip install scales"),),
+)
+"""An operator whose forms differ in their results, so that one sees which of them ran."""
+
+
+def scale(x, method="auto"):
+    return SCALE(Scale(x, jnp.zeros((), jnp.int32)), method)
+
+
+def test_auto_chooses_by_platform_call_and_derivative():
+    x = jnp.arange(3.0)
+    for run in (scale, jax.jit(scale), jax.vmap(lambda x: scale(x[None].repeat(3))[0])):
+        np.testing.assert_array_equal(run(x), 2 * x)
+    np.testing.assert_array_equal(scale(x[:2]), 5 * x[:2])
+    loss = lambda x: (scale(x) ** 2).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(loss)(x), 18 * x)
+    np.testing.assert_array_equal(jax.jvp(scale, (x,), (x,))[1], 3 * x)
+    np.testing.assert_array_equal(jax.hessian(loss)(x), 18 * jnp.eye(3))
+    np.testing.assert_array_equal(jax.vmap(jax.grad(loss))(x[None]), 18 * x[None])
+    with jax.disable_jit():
+        np.testing.assert_array_equal(scale(x), 2 * x)
+
+
+def test_a_program_for_another_platform_has_the_form_for_that_platform():
+    traced = jax.jit(scale).trace(jnp.ones(3))
+    for platform, factor in {"cpu": 2, "tpu": 7, "cuda": 1}.items():
+        assert f"dense<{factor}.0" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_equal_calls_outside_of_jit_compile_once(compilations):
+    x = jnp.arange(3.0)
+    for gradient in (scale, jax.grad(lambda x: scale(x).sum())):
+        gradient(x)
+        compilations.clear()
+        gradient(x + 1)
+        assert len(compilations) <= 1  # the sum
+
+
+def test_a_method_is_a_form_or_an_error():
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(scale(x, "derived"), 3 * x)
+    with pytest.raises(
+        NotImplementedError, match="'small': it takes 2 numbers; use method='derived'"
+    ):
+        scale(x, "small")
+    with pytest.raises(
+        NotImplementedError, match=r"scales is not installed \(pip install scales\)"
+    ):
+        scale(x, "elsewhere")
+    with pytest.raises(ValueError, match=r"^method: .* 'definition', 'elsewhere'\], got 'large'"):
+        scale(x, "large")
+    with pytest.raises(ValueError, match=r"^method: expected one of \['auto', .*, got 'large'"):
+        LSTM(3, 4, method="large", rngs=nnx.Rngs(0))
+
+
+def test_forms_of_shows_the_choice_and_its_reasons():
+    [table] = ops.forms_of(scale, jnp.arange(3.0), platform="cuda")
+    assert str(table).splitlines() == [
+        "scale on cuda",
+        "  definition  runs",
+        "  on a tpu    it runs on tpu",
+        "  small       it takes 2 numbers",
+        "  derived     it is not likely to be faster",
+        "  on a cpu    it runs on cpu",
+        "  elsewhere   the package scales is not installed (pip install scales)",
+    ]
+    [table] = ops.forms_of(scale, jnp.arange(3.0), differentiated=True)
+    assert (table.platform, table.chosen) == ("cpu", "derived")
+    assert ("definition", '"derived" is preferred') in table.reasons
+    # A layer that runs an operator several times has one table, also if it was traced before.
+    layer = LSTM(3, 4, num_layers=2, method="definition", rngs=nnx.Rngs(0))
+    for _ in range(2):
+        [table] = ops.forms_of(layer, jnp.ones((2, 5, 3)))
+        assert table[0] == "recurrent_stack"
+        assert table.chosen == "definition"
+
+
+# Forms of other packages
+
+PACKAGE = """
+from jax_models import ops
+
+FORMS = {"scale": (ops.Form("tenfold", lambda call: 10 * call.x),)}
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package, which is one module, until the test ends."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(entry_points, "_failures", defaultdict(list))
+    for name in ("_packages", "_forms"):
+        monkeypatch.setattr(forms, name, cache(getattr(forms, name).__wrapped__))
+
+    def install(name: str, code: str) -> None:
+        (tmp_path / f"{name}.py").write_text(code)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{forms.ENTRY_POINTS}]\na = {name}\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return install
+
+
+def test_a_form_of_another_package_comes_first(install):
+    install("tenfold", PACKAGE)
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(scale(x), 10 * x)
+    np.testing.assert_array_equal(scale(x, "tenfold"), 10 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: scale(x).sum())(x), [10, 10, 10])
+    [table] = ops.forms_of(scale, x)
+    assert table.chosen == "tenfold"
+
+
+def test_a_broken_package_stops_nothing_else(install):
+    install("broken", "import no_such_module")
+    x = jnp.arange(3.0)
+    with pytest.warns(UserWarning, match="twinscan.forms: broken package broken: ModuleNotFound"):
+        np.testing.assert_array_equal(scale(x), 2 * x)
+    with pytest.raises(ValueError, match=r"got 'tenfold' \(broken packages: broken: Module"):
+        scale(x, "tenfold")
+
+
+def test_two_forms_of_one_name_are_an_error(install):
+    install("tenfold", PACKAGE.replace("tenfold", "small"))
+    with pytest.raises(DuplicateNameError, match=r"form of scale small: .* tenfold and twinscan"):
+        scale(jnp.arange(3.0))
+
+
+# Export
+
+
+@pytest.fixture(params=["with other packages", "without"])
+def packages(request, monkeypatch):
+    """Finds the forms of other packages, or none."""
+    if request.param == "without":
+        monkeypatch.setattr(forms, "_forms", forms._forms.__wrapped__)
+        monkeypatch.setattr(forms, "_packages", list)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("layer", [LSTM, GRU, RNN])
+def test_results_and_gradients_are_exported_for_every_platform(layer):
+    """The program runs where a package whose form was chosen is missing."""
+    graphdef, weights = nnx.split(layer(3, 5, bidirectional=True, rngs=nnx.Rngs(0)))
+    weights, structure = jax.tree.flatten(weights)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 20, 3)), jnp.float32)
+
+    def forward(weights, x):
+        layer = nnx.merge(graphdef, structure.unflatten(weights))
+        return jax.tree.leaves(layer(x, lengths=jnp.array([20, 0, 1, 9])))
+
+    def gradient(weights, x):
+        return jax.grad(lambda *args: sum(y.sum() for y in forward(*args)), (0, 1))(weights, x)
+
+    same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    for function in map(jax.jit, (forward, gradient)):
+        exported = export.export(function, platforms=("cpu", "cuda", "tpu"))(weights, x)
+        assert "custom_call @twinscan" not in exported.mlir_module()
+        stored = export.deserialize(exported.serialize())
+        jax.tree.map(same, stored.call(weights, x), function(weights, x))
