@@ -4,7 +4,7 @@ __all__ = ["Mamba2", "Mamba2State"]
 
 import itertools
 import math
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,8 @@ class Mamba2(SequenceLayer[Mamba2State]):
         epsilon: ε of `norm`.
         decay_init: initializes A_log. None: the logarithms of 1 … num_heads.
         dt_init: initializes dt_bias. None: softplus(dt_bias) is log-uniform in [0.001, 0.1].
+        in_init: initializes W_z, W_u, W_B, W_C and W_Δ. None: like `kernel_init`.
+        out_init: initializes W_out. None: like `kernel_init`.
         method: the method of `ops.gated_delta_rule`.
         **options: as in `LayerOptions`. Matrices and the convolution start as in torch, and biases
             at zero. Δ, decays, S and `norm` are computed in at least float32.
@@ -101,6 +103,8 @@ class Mamba2(SequenceLayer[Mamba2State]):
         epsilon: Positive = 1e-5,
         decay_init: Initializer | None = None,
         dt_init: Initializer | None = None,
+        in_init: Initializer | None = None,
+        out_init: Initializer | None = None,
         method: ops.GatedDeltaRuleMethod = "auto",
         **options: Unpack[LayerOptions],
     ):
@@ -115,15 +119,19 @@ class Mamba2(SequenceLayer[Mamba2State]):
         # One projection for each of the gate z, u, B, C and dt.
         inner, group = num_heads * head_features, num_groups * state_features
         matrix = with_inits(options, torch_uniform(features), use_bias=use_bias)
+        matrix["kernel_init"] = in_init or matrix["kernel_init"]
         self.z_proj = Linear(features, inner, **matrix)
         self.u_proj = Linear(features, inner, **matrix)
         self.B_proj = Linear(features, group, **matrix)
         self.C_proj = Linear(features, group, **matrix)
         self.dt_proj = Linear(features, num_heads, **matrix)
-        self.out_proj = Linear(
-            inner, features, **with_inits(options, torch_uniform(inner), use_bias=use_bias)
+        matrix = with_inits(options, torch_uniform(inner), use_bias=use_bias)
+        matrix["kernel_init"] = out_init or matrix["kernel_init"]
+        self.out_proj = Linear(inner, features, **matrix)
+        zeros: Any = {"bias_init": nnx.initializers.zeros} if conv_bias else {}
+        self.conv = CausalConv1D(
+            inner + 2 * group, kernel_size, use_bias=conv_bias, **zeros | options
         )
-        self.conv = CausalConv1D(inner + 2 * group, kernel_size, use_bias=conv_bias, **options)
         # A_log, dt_bias and D have one number for each head.
         rngs, heads = options["rngs"], (num_heads,)
         decay_init = decay_init or log_of_count

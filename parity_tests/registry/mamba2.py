@@ -1,20 +1,30 @@
-"""Mamba-2, with the keys of transformers."""
+"""Mamba-2 and its language model, with the keys of transformers and of mamba_ssm."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 import torch_ref
-from jax_models import Mamba2
+from jax_models import Mamba2, Mamba2LanguageModelConfig
 from parity_tests.registry.case import paired
-from parity_tests.registry.mutation import Mutation, edited, mask_ignored, replaced, zeroed
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    epsilon_doubled,
+    mask_ignored,
+    replaced,
+    zeroed,
+)
 
 mamba2 = partial(paired, layout="mamba2", architecture="mamba2")
 SIZES: dict[str, Any] = {"num_heads": 4, "num_groups": 2, "head_features": 3, "state_features": 5}
 LIMITED: dict[str, Any] = {"use_bias": True, "kernel_size": 3, "dt_limits": (0.6, 0.9)}
 NORM_FIRST, NO_NORM = "Mamba2, norm before the gate", "Mamba2, no norm, no conv bias"
 LIMITS = "Mamba2, biases, limits of Δ"
+model = partial(paired, layout="hf", architecture="mamba2_language_model", prefix=5)
+config = Mamba2LanguageModelConfig(vocab_size=11, features=6, num_layers=2, **SIZES)
 CASES = [
     mamba2("Mamba2", partial(Mamba2, 7, **SIZES)),
     mamba2(
@@ -25,6 +35,11 @@ CASES = [
     mamba2(LIMITS, partial(Mamba2, 7, **SIZES, **LIMITED)),
     mamba2(NORM_FIRST, partial(Mamba2, 7, **SIZES, norm_before_gate=True)),
     mamba2(NO_NORM, partial(Mamba2, 7, **SIZES, use_norm=False, conv_bias=False)),
+    model("Mamba2LanguageModel", config.build),
+    model(
+        "Mamba2LanguageModel, tied, limits of Δ",
+        dataclasses.replace(config, tied_head=True, dt_limits=(0.6, 0.9), use_bias=True).build,
+    ),
 ]
 
 
@@ -61,6 +76,13 @@ MUTATIONS = [
     Mutation("norm over all groups", "Mamba2", "forward", edited(norm_over_all), culprit="norm"),
     Mutation("limits forgotten", LIMITS, "forward", edited(without_limits)),
     Mutation("D forgotten", "Mamba2", "weights", zeroed("D")),
+    Mutation(
+        "epsilon doubled",
+        "Mamba2LanguageModel",
+        "forward",
+        epsilon_doubled("norm"),
+        culprit="backbone.norm_f",
+    ),
     *mask_ignored("Mamba2", OPERATOR),
     *mask_ignored("Mamba2 by chunks", "jax_models.ops.causal_conv"),
 ]

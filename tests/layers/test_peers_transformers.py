@@ -1,8 +1,8 @@
 """Compares layers with those of transformers.
 
-Gated DeltaNet is that of Qwen3-Next, Mamba-2 also that of Falcon-H1, and attention that of
-StarCoder2 and Qwen3. The projections of Qwen3-Next are in another order. `tests/models/test_peers_hybrids.py` compares
-the layers of the hybrids, inside their models.
+Gated DeltaNet is that of Qwen3-Next, Mamba-2 is also that of Falcon-H1, and attention is that of
+StarCoder2 and Qwen3. The projections of Qwen3-Next are in another order.
+`tests/models/test_peers_hybrids.py` compares the layers of the hybrids, inside their models.
 """
 
 from importlib import import_module
