@@ -18,7 +18,7 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops import CausalConv1DState, carry_dtype
-from jax_models.ops.checks import Positive, check_divides
+from jax_models.ops.checks import Positive, check_divides, described
 from jax_models.options import Initializer, LayerOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, parts, rms_norm, same
@@ -27,6 +27,17 @@ from jax_models.weights import Layouts, linear, nested, parts, rms_norm, same
 def log_of_count(key, shape, dtype, **_) -> Array:
     """Initializes A_log: the logarithms of 1, 2, 3, …"""
     return jnp.log(jnp.arange(1, 1 + math.prod(shape), dtype=carry_dtype(dtype))).astype(dtype)
+
+
+def checked_limits(name: str, limits: Any) -> tuple[float, float]:
+    """Returns the least and the greatest Δ, or raises an error."""
+    is_pair = isinstance(limits, tuple | list) and len(limits) == 2
+    if not is_pair or not all(type(limit) in (int, float) for limit in limits):
+        raise TypeError(f"{name}: expected two numbers, got {described(limits)}")
+    least, greatest = map(float, limits)
+    if not 0 <= least < greatest:
+        raise ValueError(f"{name}: expected 0 ≤ least < greatest, got {limits}")
+    return least, greatest
 
 
 class Mamba2State(NamedTuple):
@@ -110,11 +121,10 @@ class Mamba2(SequenceLayer[Mamba2State]):
     ):
         super().__init__(features, **options)
         check_divides("num_groups", num_groups, "num_heads", num_heads)
-        if not 0 <= dt_limits[0] < dt_limits[1]:
-            raise ValueError(f"dt_limits: expected 0 ≤ least < greatest, got {dt_limits}")
         self.num_heads, self.head_features = num_heads, head_features
         self.num_groups, self.state_features = num_groups, state_features
-        self.dt_limits, self.norm_before_gate = dt_limits, norm_before_gate
+        self.dt_limits = checked_limits("dt_limits", dt_limits)
+        self.norm_before_gate = norm_before_gate
         self.method: ops.GatedDeltaRuleMethod = method
         # One projection for each of the gate z, u, B, C and dt.
         inner, group = num_heads * head_features, num_groups * state_features

@@ -181,15 +181,16 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
     def __call__(self, x, mask=None):
         """Normalizes the last axis of x."""
         x = checked_rows(x, self.num_features)
-        if self.num_groups > 1:
+        with jax.numpy_dtype_promotion("standard"):
+            if self.num_groups == 1:
+                return super().__call__(x, mask)
             dtype = self.dtype or jnp.result_type(x, self.param_dtype)
             shape = *x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups
             groups = x.astype(carry_dtype(dtype)).reshape(shape)
-            square = jnp.mean(groups * groups, axis=-1, keepdims=True, where=mask)
+            square = jnp.mean(groups * groups, axis=-1, keepdims=True)
             y = (groups * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
-            return (y * jnp.broadcast_to(self.scale[...].astype(y.dtype), y.shape)).astype(dtype)
-        with jax.numpy_dtype_promotion("standard"):
-            return super().__call__(x, mask)
+            scale: nnx.Param = self.scale  # pyright: ignore[reportAssignmentType]
+            return (y * jnp.broadcast_to(scale[...], y.shape)).astype(dtype)
 
 
 class RootMeanSquareNorm(CheckedOptions, nnx.Module):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import Linear, torch_uniform
-from jax_models.layers.mamba2 import Mamba2, Mamba2State
+from jax_models.layers.mamba2 import Mamba2, Mamba2State, checked_limits
 from jax_models.layers.norm import RMSNorm
 from jax_models.models.architecture import UNDETERMINED, Layout, Size, has, tied_head
 from jax_models.models.hf import HFConfig
@@ -66,8 +66,6 @@ class Mamba2LanguageModelConfig(HFConfig):
         "hf-file": LAYOUT._replace(repeats_embedding=False),
         "mamba_ssm": OF_MAMBA_SSM,
     }
-    kinds: ClassVar = ("mamba2",)
-    block_types: ClassVar = kinds
     hf_class: ClassVar = "Mamba2ForCausalLM"
     hf_fields: ClassVar = {
         "vocab_size": "vocab_size",
@@ -126,6 +124,10 @@ class Mamba2LanguageModelConfig(HFConfig):
     rescale_residual: bool = False
     """Whether the initial output projections are divided by √num_layers."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
+
     @classmethod
     def presets(cls) -> dict[str, Preset]:
         return {"mamba2": Preset(cls())}
@@ -147,7 +149,7 @@ class Mamba2LanguageModelConfig(HFConfig):
                 f"config: expand: expected num_heads · head_dim / hidden_size = {inner} / "
                 f"{given['hidden_size']}, got {given['expand']}"
             )
-        return {"dt_limits": tuple(given.get("time_step_limit", cls.dt_limits))}
+        return {}
 
     def to_hf(self) -> dict[str, Any]:
         inner, features = self.num_heads * self.head_features, self.features
@@ -185,7 +187,7 @@ def _options_of_mamba_ssm(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("config.json: rms_norm: expected True, got False")
     return {
         "num_groups": layer.get("ngroups", 1),
-        "dt_limits": tuple(layer.get("dt_limit", Mamba2LanguageModelConfig.dt_limits)),
+        "dt_limits": layer.get("dt_limit", Mamba2LanguageModelConfig.dt_limits),
         "residual_in_float32": fields.get("residual_in_fp32", True),
     }
 

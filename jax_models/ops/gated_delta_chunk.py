@@ -206,8 +206,8 @@ def _chunk(keys: KeyOptions, state: Array, xs: GatedSteps) -> tuple[Array, Array
     xs = keys(xs, state.dtype)
     if xs.beta is None:
         return uncorrected_chunk(state, xs)
-    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), repeat_keys(xs, axis=2))
-    after, (y,) = Chunk(whole=SHORTEST)(state, *xs)
+    arrays = (jnp.moveaxis(x, 1, 2) for x in jax.tree.leaves(repeat_keys(xs, axis=2)))
+    after, (y,) = Chunk(whole=SHORTEST)(state, *arrays)
     return after, jnp.moveaxis(y, 1, 2)
 
 

@@ -23,7 +23,9 @@ SIZES: dict[str, Any] = {"num_heads": 4, "num_groups": 2, "head_features": 3, "s
 LIMITED: dict[str, Any] = {"use_bias": True, "kernel_size": 3, "dt_limits": (0.6, 0.9)}
 NORM_FIRST, NO_NORM = "Mamba2, norm before the gate", "Mamba2, no norm, no conv bias"
 LIMITS = "Mamba2, biases, limits of Δ"
-model = partial(paired, layout="hf", architecture="mamba2_language_model", prefix=5)
+model = partial(
+    paired, layout="hf", architecture="mamba2_language_model", twin_state=False, prefix=5
+)
 config = Mamba2LanguageModelConfig(vocab_size=11, features=6, num_layers=2, **SIZES)
 CASES = [
     mamba2("Mamba2", partial(Mamba2, 7, **SIZES)),
