@@ -206,7 +206,7 @@ class GatedDeltaNet(SharedLayer, SequenceLayer[GatedDeltaNetState]):
         """The logarithm of the decay, in at least float32."""
         a = a.astype(carry_dtype(a.dtype))
         A_log, dt_bias = (p[...].astype(a.dtype)[None, None] for p in (self.A_log, self.dt_bias))
-        return -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
+        return -jnp.exp(A_log) * ops.softplus(a + dt_bias)
 
     def rate(self, b: Float[Array, "batch time heads"]) -> Float[Array, "batch time heads"]:
         """The rate β at which a step learns, in at least float32."""

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import Positive, as_array, checked_array, wrong_shape
+from jax_models.ops.checks import Positive, as_array, check_divides, checked_array, wrong_shape
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, batch_norm
 
@@ -162,17 +162,35 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
         >>> norm = RMSNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
 
-    It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
+    With `num_groups`, the mean is that of each group of consecutive features. It works under
+    `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    def __init__(self, features: int, *, epsilon: Positive = 1e-6, **options: Unpack[NormOptions]):
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_groups: int = 1,
+        epsilon: Positive = 1e-6,
+        **options: Unpack[NormOptions],
+    ):
+        check_divides("num_groups", num_groups, "features", features)
         super().__init__(features, epsilon=epsilon, **options)
+        self.num_groups = num_groups
 
     def __call__(self, x, mask=None):
         """Normalizes the last axis of x."""
         x = checked_rows(x, self.num_features)
         with jax.numpy_dtype_promotion("standard"):
-            return super().__call__(x, mask)
+            if self.num_groups == 1:
+                return super().__call__(x, mask)
+            dtype = self.dtype or jnp.result_type(x, self.param_dtype)
+            shape = *x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups
+            groups = x.astype(carry_dtype(dtype)).reshape(shape)
+            square = jnp.mean(groups * groups, axis=-1, keepdims=True)
+            y = (groups * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
+            scale: nnx.Param = self.scale  # pyright: ignore[reportAssignmentType]
+            return (y * jnp.broadcast_to(scale[...], y.shape)).astype(dtype)
 
 
 class RootMeanSquareNorm(CheckedOptions, nnx.Module):

@@ -13,7 +13,7 @@ from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import Fields, Layout, Size, has
-from jax_models.models.hf import HFConfig, kinds_by_key
+from jax_models.models.hf import PatternConfig, kinds_by_key
 from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.options import NormOptions
 
@@ -79,7 +79,7 @@ def _deepmind(keys: Size) -> Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class GriffinLanguageModelConfig(HFConfig):
+class GriffinLanguageModelConfig(PatternConfig):
     """The config of Griffin. Except for the sizes, the defaults are those of RecurrentGemma."""
 
     family: ClassVar = "RecurrentGemma"

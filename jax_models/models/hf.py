@@ -34,13 +34,8 @@ def kinds_by_key(
 
 
 class HFConfig(BlocksConfig):
-    """The base class of configs that a config.json of transformers determines.
+    """The base class of configs that a config.json of transformers determines."""
 
-    The blocks of such a model are of several kinds, in a pattern that repeats.
-    """
-
-    kinds: ClassVar[tuple[str, ...]]
-    """The kinds of blocks."""
     hf_class: ClassVar[str]
     """The class of the model in transformers."""
     hf_fields: ClassVar[dict[str, str]]
@@ -57,23 +52,6 @@ class HFConfig(BlocksConfig):
     """The values that fields of a config.json can have, the default first."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
-
-    block_types: tuple[Any, ...]
-
-    def __post_init__(self):
-        super().__post_init__()
-        types = tuple(self.block_types) if isinstance(self.block_types, list | tuple) else ()
-        if not types or not all(kind in self.kinds for kind in types):
-            raise ValueError(
-                f"block_types: expected some of {self.kinds}, got {self.block_types!r}"
-            )
-        object.__setattr__(self, "block_types", types)
-
-    @property
-    def mixings(self) -> list[Any]:
-        """The kind of each block, from the lowest up."""
-        kinds = self.block_types
-        return [kinds[i % len(kinds)] for i in range(self.num_layers)]
 
     @classmethod
     def from_checkpoint(
@@ -158,3 +136,27 @@ class HFConfig(BlocksConfig):
             },
             "rope_parameters": {"rope_type": "default", **rotary},
         }
+
+
+class PatternConfig(HFConfig):
+    """The base class of configs whose blocks are of several kinds, in a pattern that repeats."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The kinds of blocks."""
+
+    block_types: tuple[Any, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        types = tuple(self.block_types) if isinstance(self.block_types, list | tuple) else ()
+        if not types or not all(kind in self.kinds for kind in types):
+            raise ValueError(
+                f"block_types: expected some of {self.kinds}, got {self.block_types!r}"
+            )
+        object.__setattr__(self, "block_types", types)
+
+    @property
+    def mixings(self) -> list[Any]:
+        """The kind of each block, from the lowest up."""
+        kinds = self.block_types
+        return [kinds[i % len(kinds)] for i in range(self.num_layers)]

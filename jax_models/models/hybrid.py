@@ -16,7 +16,7 @@ from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.hf import HFConfig, shortest_pattern
+from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops.checks import Positive
 from jax_models.options import LayerOptions, NormOptions, norm_options
@@ -42,7 +42,7 @@ class BlockKeys(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridConfig(HFConfig):
+class HybridConfig(PatternConfig):
     """The base class of the configs of hybrids. Some of their blocks have attention."""
 
     norm: ClassVar[Callable[..., nnx.Module]] = RMSNorm

@@ -41,6 +41,7 @@ from jax_models.ops.rotary import rotary
 from jax_models.ops.rows import Rows
 from jax_models.ops.rows import document_ends as _document_ends
 from jax_models.ops.scaled_sums import WKVState
+from jax_models.ops.softplus import softplus
 from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "rg_lru",
     "rnn",
     "rotary",
+    "softplus",
     "softplus_decay",
     "wkv",
 ]

@@ -31,7 +31,8 @@ class GatedSteps(NamedTuple):
     k: Array
     v: Array
     log_decay: Array
-    beta: Array
+    beta: Array | None
+    """None: what the state holds under a key is not corrected."""
 
 
 class KeyOptions(NamedTuple):
@@ -40,21 +41,18 @@ class KeyOptions(NamedTuple):
     normalize: bool
     scale: float
 
-    def __call__(self, xs: GatedSteps, dtype, axis: int) -> GatedSteps:
-        """Casts the steps, and normalizes, scales and repeats their queries and keys.
+    def __call__(self, xs: GatedSteps, dtype) -> GatedSteps:
+        """Casts the steps to the dtype of the state, and normalizes and scales queries and keys."""
+        xs = jax.tree.map(lambda x: x.astype(dtype), xs)
+        q, k = (l2_normalize(xs.q), l2_normalize(xs.k)) if self.normalize else (xs.q, xs.k)
+        return xs._replace(q=self.scale * q, k=k)
 
-        Args:
-            xs: the steps.
-            dtype: the dtype of the state.
-            axis: the axis of the heads.
 
-        """
-        q, k, v, log_decay, beta = (x.astype(dtype) for x in xs)
-        if self.normalize:
-            q, k = l2_normalize(q), l2_normalize(k)
-        shared = v.shape[axis] // k.shape[axis]
-        q, k = (jnp.repeat(x, shared, axis=axis) for x in (self.scale * q, k))
-        return GatedSteps(q, k, v, log_decay, beta)
+def repeat_keys(xs: GatedSteps, axis: int) -> GatedSteps:
+    """Repeats queries and keys for all heads that they serve. `axis` is the axis of the heads."""
+    served = xs.v.shape[axis] // xs.k.shape[axis]
+    q, k = (jnp.repeat(x, served, axis=axis) for x in (xs.q, xs.k))
+    return xs._replace(q=q, k=k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +93,36 @@ class Chunk:
         fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
         after = state * fade + einsum("...tv,...tk->...vk", u, to_end * k)
         return after, (of_start * found_by_q + product(jnp.where(i <= t, of_q, 0), u),)
+
+
+def uncorrected_chunk(state: Array, xs: GatedSteps) -> tuple[Array, Array]:
+    """Computes a chunk, (batch, step, heads, features), of which each step adds v_t k_tᵀ.
+
+        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) v_i
+        S = S₀ Π α + Σ_i f_i v_i k_iᵀ
+
+    The symbols and the sums are those of `Chunk`. The heads of a key head read the same queries and
+    keys, so one product computes q_tᵀ k_i for all of them, and one product reads all their states.
+    """
+    q, k, v, log_decay, _ = xs
+    batch, size, key_heads, keys = k.shape
+    t, i = step_and_other(size)
+    until = (i <= t).astype(k.dtype)
+    by_head = jnp.moveaxis(log_decay, 1, 2)
+    decays = jnp.where(i <= t, jnp.exp(product(until, jnp.where(t > i, by_head, 0))), 0)
+    of_start, to_end = (
+        jnp.exp(einsum("ti,bihx->bthx", steps, log_decay)) for steps in (until, 1 - until)
+    )
+    # The outputs: what the queries read from the state before the chunk, and from its own steps.
+    scores = einsum("btgk,bigk->bgti", q, k)
+    of_steps = decays.reshape(batch, key_heads, -1, size, size) * scores[:, :, None]
+    found = einsum("btgk,bgvk->btgv", q, state.reshape(batch, key_heads, -1, keys))
+    y = of_start * found.reshape(v.shape)
+    y += einsum("bhti,bihv->bthv", of_steps.reshape(decays.shape), v)
+    # The state after the chunk.
+    learned = einsum("btgv,btgk->bgvk", (to_end * v).reshape(batch, size, key_heads, -1), k)
+    fade = jnp.exp(jnp.sum(by_head, axis=2, keepdims=True))
+    return state * fade + learned.reshape(state.shape), y
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -174,9 +202,12 @@ def _gradients(keys: KeyOptions, residuals, gradients):
 
 
 def _chunk(keys: KeyOptions, state: Array, xs: GatedSteps) -> tuple[Array, Array]:
-    """Runs `Chunk` on arrays (batch, step, heads, features)."""
-    xs = GatedSteps(*(jnp.moveaxis(x, 1, 2) for x in xs))
-    after, (y,) = Chunk(whole=SHORTEST)(state, *keys(xs, state.dtype, axis=1))
+    """Runs a chunk of arrays (batch, step, heads, features)."""
+    xs = keys(xs, state.dtype)
+    if xs.beta is None:
+        return uncorrected_chunk(state, xs)
+    arrays = (jnp.moveaxis(x, 1, 2) for x in jax.tree.leaves(repeat_keys(xs, axis=2)))
+    after, (y,) = Chunk(whole=SHORTEST)(state, *arrays)
     return after, jnp.moveaxis(y, 1, 2)
 
 

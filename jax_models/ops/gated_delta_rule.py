@@ -12,7 +12,14 @@ from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows
 from jax_models.ops.delta_rule_steps import Steps, by_chunk, by_time, sequential
-from jax_models.ops.gated_delta_chunk import CHUNK, Chunk, GatedSteps, KeyOptions, chunked
+from jax_models.ops.gated_delta_chunk import (
+    CHUNK,
+    Chunk,
+    GatedSteps,
+    KeyOptions,
+    chunked,
+    repeat_keys,
+)
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
@@ -29,7 +36,7 @@ def gated_delta_rule(
     k: Float[Array, "batch time key_heads key"],
     v: Float[Array, "batch time heads value"],
     log_decay: Float[Array, "batch time heads"],
-    beta: Float[Array, "batch time heads"],
+    beta: Float[Array, "batch time heads"] | None,
     state: Float[Array, "batch heads value key"] | None = None,
     *,
     scale: float = 1.0,
@@ -47,6 +54,9 @@ def gated_delta_rule(
         S_t = α_t S_{t−1} + β_t (v_t − α_t S_{t−1} k_t) k_tᵀ,   α_t = exp(log_decay_t)
         y_t = S_t (scale q_t)
 
+    Without a `beta`, nothing is corrected: S_t = α_t S_{t−1} + v_t k_tᵀ. This is the state space of
+    Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), where q, k and v are its C, B and Δ x.
+
     Each key head serves heads / key_heads consecutive heads.
 
     Args:
@@ -54,7 +64,8 @@ def gated_delta_rule(
         k: the keys.
         v: the values.
         log_decay: the logarithm of the decay of each head: at most 0, and −∞ to forget everything.
-        beta: the rate at which each head learns: 1 replaces the value of a key of length 1.
+        beta: the rate at which each head learns: 1 replaces the value of a key of length 1. None:
+            each step adds its value.
         state: S before the first step. None: zero.
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
@@ -90,8 +101,10 @@ def gated_delta_rule(
         raise ValueError(
             f"v: expected heads to be a multiple of key_heads = {k.shape[2]}, got {heads}"
         )
-    arrays = q, k, v, log_decay, beta
-    dtype = common_carry_dtype(*arrays, *(() if state is None else (state,)))
+    arrays = [x for x in (q, k, v, log_decay, beta, state) if x is not None]
+    dtype = common_carry_dtype(*arrays)
+    if beta is None and method in KERNEL_METHODS:
+        raise NotImplementedError(f"method={method!r}: it needs a beta; use method='chunked'")
     if state is None:
         state = jnp.zeros((batch, heads, values, k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
@@ -99,7 +112,8 @@ def gated_delta_rule(
     # Chunks need a known number of steps, and are slower for a few steps.
     if is_symbolic_dim(time) or (method == "auto" and time < FEW_STEPS):
         method = "sequential"
-    steps = GatedSteps(q, k, v, *(x[..., None].astype(dtype) for x in (log_decay, beta)))
+    log_decay, beta = jax.tree.map(lambda x: x[..., None].astype(dtype), (log_decay, beta))
+    steps = GatedSteps(q, k, v, log_decay, beta)
     compiled = partial(_compiled, method, KeyOptions(normalize, scale))
     return run_rows(compiled, steps, state.astype(dtype), rows)
 
@@ -127,7 +141,7 @@ def _by_method(
     if method not in ("sequential", *KERNEL_METHODS):
         return chunked(keys, xs, state)
     time = xs.k.shape[1]
-    xs = keys(xs, state.dtype, axis=2)
+    xs = repeat_keys(keys(xs, state.dtype), axis=2)
     if method in KERNEL_METHODS:
         chunks = by_chunk(xs, CHUNK)
         (y,), last = matrix_scan(
@@ -135,6 +149,8 @@ def _by_method(
         )
         return by_time(y, time), last
     log_w = jnp.broadcast_to(xs.log_decay, xs.k.shape)
+    if xs.beta is None:
+        return sequential(True, Steps(xs.q, log_w, xs.k, xs.v, None, None), state)
     learned = xs.beta * xs.k
     corrected = -jnp.exp(xs.log_decay) * learned
     return sequential(True, Steps(xs.q, log_w, learned, xs.v, xs.k, corrected), state)

@@ -92,6 +92,11 @@ def weights_in(path: Path) -> dict[str, StoredArray]:
     return _safetensors_weights(path) if path.suffix in SAFETENSORS else _torch_weights(path)
 
 
+def _number(entry: dict[str, Any]) -> Any:
+    """Decodes the `{"__float__": "Infinity"}` that transformers writes for infinity and NaN."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
+
 def json_object(path: Path) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
@@ -101,7 +106,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
     if not isinstance(fields, dict):

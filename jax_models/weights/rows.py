@@ -4,7 +4,8 @@ The transforms work on arrays of NumPy and JAX, in both directions, and can be d
 transform needs torch.
 """
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,8 +120,14 @@ def gates(param: str, keys: list[str]) -> Weight:
     )
 
 
-def parts(params: list[str], key: str, *, transpose: bool = True) -> Weight:
-    """The key's (n · out, in) matrix, or (n · out,) bias, holds n parameters, each transposed."""
+def parts(
+    params: Sequence[str], key: str, sizes: Sequence[int] = (), *, transpose: bool = True
+) -> Weight:
+    """The key's (out, in) matrix, or (out,) bias, holds several parameters, each transposed.
+
+    Each of them has `sizes` rows, or the same number if no sizes are given.
+    """
+    ends = [*itertools.accumulate(sizes)][:-1] if sizes else len(params)
 
     def turned(a):
         return a.T if transpose else a
@@ -128,7 +135,7 @@ def parts(params: list[str], key: str, *, transpose: bool = True) -> Weight:
     return Weight(
         tuple(params),
         (key,),
-        lambda a: tuple(turned(part) for part in namespace(a).split(a, len(params))),
+        lambda a: tuple(turned(part) for part in namespace(a).split(a, ends)),
         lambda *values: (namespace(values[0]).concat([turned(value) for value in values]),),
     )
 

@@ -13,12 +13,13 @@ from jax_models.ops import delta_rule, gated_delta_rule
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked")
-KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention", "gated")
+KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention", "gated", "mamba2")
 BATCH, KEY_HEADS, HEADS, KEY, VALUE = 3, 2, 4, 5, 6
 LEAST_LOG_DECAY = -0.6
 methods = pytest.mark.parametrize("method", METHODS)
 methods_and_auto = pytest.mark.parametrize("method", [*METHODS, "auto"])
 gated = partial(gated_delta_rule, normalize=True, scale=0.5)
+mamba2 = partial(gated, beta=None)
 rwkv7 = partial(delta_rule, min_log_w=LEAST_LOG_DECAY)
 
 
@@ -27,11 +28,13 @@ def problem(kind: str, time: int):
     rng = np.random.default_rng(time)
     v = rng.standard_normal((BATCH, time, HEADS, VALUE))
     state = rng.standard_normal((BATCH, HEADS, VALUE, KEY))
-    if kind == "gated":
+    if kind in ("gated", "mamba2"):
         q, k = rng.standard_normal((2, BATCH, time, KEY_HEADS, KEY))
         log_decay = -np.exp(2 * rng.standard_normal((BATCH, time, HEADS)) - 1)
-        rates = {"log_decay": log_decay, "beta": rng.uniform(0, 2, log_decay.shape)}
-        return gated, {"q": q, "k": k, "v": v, **rates, "state": state}
+        arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "state": state}
+        if kind == "mamba2":
+            return mamba2, arrays
+        return gated, arrays | {"beta": rng.uniform(0, 2, log_decay.shape)}
     r, k, log_w = rng.standard_normal((3, BATCH, time, HEADS, KEY))
     removal, rate = rng.standard_normal(k.shape), rng.uniform(size=k.shape)
     removal /= np.linalg.norm(removal, axis=-1, keepdims=True)
@@ -48,15 +51,18 @@ def problem(kind: str, time: int):
 
 def loop(arrays: dict[str, np.ndarray], **masks):
     """Computes the equation of either rule step by step in NumPy, in the dtype of the arrays."""
-    return step_by_step(**(ungated(**arrays) if "beta" in arrays else arrays), **masks)
+    return step_by_step(**(ungated(**arrays) if "log_decay" in arrays else arrays), **masks)
 
 
-def ungated(q, k, v, log_decay, beta, state):
+def ungated(q, k, v, log_decay, state, beta=None):
     """The gated delta rule, with normalized keys, in the arrays of the delta rule."""
     epsilon, shared = q.dtype.type(1e-6), v.shape[2] // k.shape[2]
     q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + epsilon) for x in (q, k))
     q, k = (np.repeat(x, shared, axis=2) for x in (q.dtype.type(0.5) * q, k))
-    log_w, rate = np.broadcast_to(log_decay[..., None], k.shape), beta[..., None]
+    log_w = np.broadcast_to(log_decay[..., None], k.shape)
+    if beta is None:
+        return {"r": q, "log_w": log_w, "k": k, "v": v, "state": state}
+    rate = beta[..., None]
     correction = {"a": np.exp(log_w) * k, "b": -rate * k}
     return {"r": q, "log_w": log_w, "k": rate * k, "v": v, "state": state, **correction}
 
@@ -120,12 +126,12 @@ def test_all_forms_have_the_same_gradients(x64, kind):
 
 @pytest.mark.slow
 @methods
-@pytest.mark.parametrize("kind", ["rwkv6", "any decay", "gated"])
+@pytest.mark.parametrize("kind", ["rwkv6", "any decay", "gated", "mamba2"])
 def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
     """Later steps lose no digits after a step at which the state decays to zero."""
     rule, arrays = problem(kind, 140)
     sizes = np.array([-np.inf, -1e30, -1e5, -800.0, -20.0, -1.0, -1e-3, -1e-9, 0.0])
-    name = "log_decay" if kind == "gated" else "log_w"
+    name = "log_decay" if "log_decay" in arrays else "log_w"
     chances = [0.02] * 4 + [0.184] * 5
     arrays[name] = np.random.default_rng(2).choice(sizes, arrays[name].shape, p=chances)
     expected, expected_last = loop(arrays)
@@ -166,7 +172,7 @@ def test_no_keys_are_no_output(method):
     assert not y.any()
 
 
-@pytest.mark.parametrize("kind", ["rwkv7", "any decay", "gated"])
+@pytest.mark.parametrize("kind", ["rwkv7", "any decay", "gated", "mamba2"])
 def test_float32_errs_as_the_loop_does(kind):
     """The decays of rwkv7 are at their lower bound."""
     rule, arrays = problem(kind, 256)

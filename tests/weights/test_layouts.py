@@ -97,6 +97,9 @@ FIELDS_WITHOUT_SHAPE = {
     | HYBRID
     | {"negative_eigenvalues", "num_heads", "num_key_heads"},
     "LFM2LanguageModelConfig": TRAINING | HYBRID,
+    "Mamba2LanguageModelConfig": TRAINING
+    | {"dt_floor", "dt_limits", "dt_max", "dt_min", "epsilon", "initializer_range", "num_groups"}
+    | {"rescale_residual", "residual_in_float32"},
     "HyenaDNALanguageModelConfig": TRAINING
     | DROPOUT
     | {"activation", "filter_bias", "modulate", "normalized", "omega", "shift"},

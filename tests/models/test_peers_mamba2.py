@@ -1,0 +1,142 @@
+"""Compares Mamba-2 with transformers, and reads the files of mamba_ssm."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from peers import assert_same_logits_and_gradients, assert_same_start
+
+import train.convert as command
+from jax_models import Mamba2LanguageModelConfig, from_torch, generate, load_pretrained, to_torch
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 4,
+    "state_size": 5,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OTHERS: dict[str, Any] = {
+    "n_groups": 1,
+    "conv_kernel": 3,
+    "use_bias": True,
+    "use_conv_bias": False,
+    "layer_norm_epsilon": 1e-3,
+    "tie_word_embeddings": True,
+}
+LIMITED: dict[str, Any] = {"time_step_limit": (0.3, 0.8)}
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 70))  # longer than a chunk of 64 steps
+
+
+def built(**options: Any) -> Any:
+    """A random model in float64."""
+    with InFloat64():
+        model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**SIZES | options))
+        model = model.double().eval()
+    rng = np.random.default_rng(0)
+    for name, parameter in model.named_parameters():
+        fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
+        draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
+        draw = draw + ("norm" in name)
+        parameter.data = torch.from_numpy(in_every_dtype(draw))
+    return model
+
+
+def ported(weights: Any, config: Any, param_dtype: Any = jnp.float64) -> Any:
+    """The model of a config with these weights."""
+    model = config.build(param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    return from_torch(model, weights)
+
+    return nnx.Rngs(0)
+
+
+@pytest.mark.parametrize("options", [{}, OTHERS, LIMITED])
+def test_logits_and_gradients_are_those_of_transformers(options):
+    model = built(**options)
+    config = Mamba2LanguageModelConfig.from_hf(model.config.to_dict())
+    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
+
+    def load(weights, **options):
+        return ported(weights, config, **options)
+
+    assert_same_logits_and_gradients(model, load, TOKENS, "hf", call_twin)
+
+
+@pytest.mark.parametrize("rescales", [False, True])
+def test_parameters_start_as_in_transformers(rescales):
+    sizes = SIZES | {"hidden_size": 64, "num_heads": 32, "rescale_prenorm_residual": rescales}
+    torch.manual_seed(0)
+    original = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes))
+    config = Mamba2LanguageModelConfig.from_hf(original.config.to_dict())
+    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0))), original.state_dict())
+
+
+def test_a_folder_makes_the_round_trip(tmp_path, monkeypatch):
+    """Greedy tokens are those of transformers, which loads what is exported."""
+    monkeypatch.chdir(tmp_path)
+    model = built().float()
+    model.save_pretrained("hf", max_shard_size="10KB")
+    prompt = TOKENS[:, :9]
+    theirs = model.generate(torch.as_tensor(prompt), do_sample=False, max_new_tokens=24)
+    ours = generate(load_pretrained("hf"), prompt, 24, key=jax.random.key(0), temperature=0)
+    np.testing.assert_array_equal(ours, theirs[:, 9:])
+    command.main(["--from", "hf", "--to", "back"])
+    read, report = type(model).from_pretrained("back", output_loading_info=True)
+    assert not any(report.values()), report
+    assert read.config.to_diff_dict() == model.config.to_diff_dict()
+    for key, array in model.state_dict().items():
+        assert torch.equal(read.state_dict()[key], array), key
+
+
+def test_a_step_of_transformers_forgets_the_limits():
+    """A fault of transformers 5.24: a step equals the sequence in ours, and not in theirs."""
+    model = built(**LIMITED).float()
+    config = Mamba2LanguageModelConfig.from_hf(model.config.to_dict())
+    ours = ported(dict(model.state_dict()), config, jnp.float32)
+    expected = model(torch.as_tensor(TOKENS), use_cache=False).logits[:, -1].detach().numpy()
+    before = model(torch.as_tensor(TOKENS[:, :-1]), use_cache=True)
+    last = torch.as_tensor(TOKENS[:, -1:])
+    theirs = model(last, cache=before.cache).logits[:, 0].detach().numpy()
+    _, state = ours(jnp.asarray(TOKENS[:, :-1]))
+    step, _ = ours.step(jnp.asarray(TOKENS[:, -1]), state)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(step, expected, rtol=0, atol=1e-5 * scale)
+    assert np.abs(theirs - expected).max() > 0.1 * scale
+
+
+def test_a_file_of_mamba_ssm_is_read(tmp_path):
+    """Its config.json says only what differs from mamba_ssm's defaults."""
+    model = built(n_groups=1).float()
+    weights = {
+        key.replace("backbone.embeddings", "backbone.embedding"): value
+        for key, value in model.state_dict().items()
+    }
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    fields = {"d_model": 16, "n_layer": 3, "vocab_size": 45, "pad_vocab_size_multiple": 10}
+    fields |= {"ssm_cfg": {"layer": "Mamba2"}, "rms_norm": True, "residual_in_fp32": True}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours = load_pretrained(tmp_path)
+    expected = model(torch.as_tensor(TOKENS), use_cache=False).logits.detach().numpy()
+    np.testing.assert_allclose(
+        ours(jnp.asarray(TOKENS))[0], expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
+    for name, value in (("attn_layer_idx", [1]), ("d_intermediate", 8), ("rms_norm", False)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {name: value}))
+        with pytest.raises(ValueError, match=rf"^config.json: {name}: expected (none|True), got"):
+            load_pretrained(tmp_path)
