@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_models.ops import delta_rule, gated_delta_rule, linear_recurrence, wkv
+from jax_models.ops import linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
 from tpu_compile.hlo import Collective
 from tpu_compile.libtpu import Topology
@@ -20,8 +20,6 @@ from train.step import Trainer
 
 KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
 """Batch, time and features of each shape."""
-DELTA_RULE_SHAPES = ((8, 2048, 16, 64), (3, 1000, 3, 128), (1, 127, 1, 5))
-"""Batch, time, heads, and features of a head's keys and values."""
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -68,14 +66,6 @@ def kernel_programs(topology: Topology) -> Iterator[Program]:
                 part = f"{' × '.join(map(str, shape))}, {dtype}"
                 lower = partial(jax.jit(operator).lower, sequence, sequence, vector)
                 yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
-    for operator in (
-        delta_rule_by_kernel, without_correction_by_kernel, gated_delta_rule_by_kernel
-    ):  # fmt: skip
-        for shape in DELTA_RULE_SHAPES:
-            sequence = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-            part = " × ".join(map(str, shape))
-            lower = partial(jax.jit(operator).lower, *[sequence] * 4)
-            yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
 
 
 def linear_recurrence_by_kernel(a, b, h0):
@@ -89,26 +79,6 @@ def wkv_by_kernel(k, v, w):
     """Computes y, and the gradients of its sum."""
     y, pullback = jax.vjp(lambda k, v, w: wkv(k, v, w=w, u=w, method="pallas")[0], k, v, w)
     return y, pullback(jnp.ones_like(y))
-
-
-def delta_rule_by_kernel(r, log_w, k, v):
-    """Computes y, the last state and the gradients of their sum, with RWKV-7's bounded decay."""
-
-    def forward(r, log_w, k, v):
-        return delta_rule(r, log_w, k, v, -k, k, min_log_w=-1, method="pallas")
-
-    results, pullback = jax.vjp(forward, r, log_w, k, v)
-    return results, pullback(jax.tree.map(jnp.ones_like, results))
-
-
-def without_correction_by_kernel(r, log_w, k, v):
-    """Computes the same for RWKV-6, which has a bonus and no correction of the state."""
-
-    def forward(r, log_w, k, v):
-        return delta_rule(r, log_w, k, v, u=jnp.ones(k.shape[2:]), method="pallas")
-
-    results, pullback = jax.vjp(forward, r, log_w, k, v)
-    return results, pullback(jax.tree.map(jnp.ones_like, results))
 
 
 def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
@@ -190,14 +160,3 @@ def _placed(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )
-
-
-def gated_delta_rule_by_kernel(q, log_w, k, v):
-    """Computes the same for Gated DeltaNet, with one of the decays for each head."""
-
-    def forward(q, log_w, k, v):
-        log_decay = log_w[..., 0]
-        return gated_delta_rule(q, k, v, log_decay, jnp.exp(log_decay), method="pallas")
-
-    results, pullback = jax.vjp(forward, q, log_w, k, v)
-    return results, pullback(jax.tree.map(jnp.ones_like, results))

@@ -23,11 +23,9 @@ from jax_models.ops.delta_rule_steps import (
     sequential,
     split_axis,
 )
-from jax_models.ops.kernels.device_scan import KERNEL_METHODS
-from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
 
-DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
+DeltaRuleMethod = Literal["auto", "chunked", "sequential"]
 
 CHUNKS = 8
 """The backward pass stores one state every 8 chunks and recomputes the others."""
@@ -82,16 +80,13 @@ def delta_rule(
         min_log_w: a lower bound, to which a smaller log_w is raised. If it is near 0 (RWKV-7's is
             −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
         method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
-            matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
-            kernel of a TPU (`ops.kernels.matrix_scan`); "pallas_interpreted" runs that kernel in an
-            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU or with
-            fewer than 16 steps, and chunked otherwise. It never chooses the kernel, whose speed has
-            not been measured yet. With a symbolic number of steps, every method is sequential. All
-            methods compute in at least float32, with the highest precision on a TPU. For the
-            backward pass, "sequential" stores √time states, or all of them if they take at most 4
-            MiB, "chunked" stores one every 128 steps, and the kernels store one every 16 steps.
-            Unless the method is sequential or `reset` is given, a NaN also reaches the outputs of
-            up to 15 steps before it.
+            matrix products (Yang et al. 2024, arXiv 2406.06484). "auto" is sequential on a CPU or
+            with fewer than 16 steps, and chunked otherwise. With a symbolic number of steps, every
+            method is sequential. All methods compute in at least float32, with the highest
+            precision on a TPU. For the backward pass, "sequential" stores √time states, or all of
+            them if they take at most 4 MiB, and "chunked" stores one every 128 steps. Unless the
+            method is sequential or `reset` is given, a NaN also reaches the outputs of up to 15
+            steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
             restarts from zero. With a `time_axis`, the steps of a device turn S into `S M + E`. The
             devices exchange M and E, so that each can compute the S before its own steps and run
@@ -101,9 +96,7 @@ def delta_rule(
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
-            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
-            device, dtype, division over devices or head size.
+        NotImplementedError: `lengths` are given with a `time_axis`.
         TypeError: the dtype of an array is of another kind, only one of a and b is given, or u is
             given together with a and b.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
@@ -163,10 +156,6 @@ def _with_bonus(
         y, last = _fastest(chunk, xs, state)
     elif method == "sequential":
         y, last = sequential(chunk.reads_after, xs, state)
-    elif method in KERNEL_METHODS:
-        chunks = [x for x in by_chunk(xs, CHUNK) if x is not None]
-        (y,), last = matrix_scan(chunk, state, chunks, interpret=KERNEL_METHODS[method])
-        y = by_time(y, xs.k.shape[1])
     else:
         y, last = _chunked(chunk, xs, state)
     if u is not None:

@@ -1,4 +1,4 @@
-"""A chunk of steps of the delta rule as matrix products, both in JAX and inside Pallas kernels."""
+"""A chunk of steps of the delta rule as matrix products."""
 
 import dataclasses
 from functools import partial
@@ -23,7 +23,7 @@ finite.
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
+    """Computes a chunk, (…, step, features), by matrix products.
 
     S₀ is the state before the chunk. `start`, `end` and `fade` are products of decays: over the
     steps before each step, over the steps after it, and over all steps. The scores A say how
@@ -40,11 +40,6 @@ class Chunk:
     reads_after: bool
     bounded: bool
     """Whether no exponential of a chunk's log decay, with either sign, can overflow."""
-
-    def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
-        """Returns the state after the steps, and their outputs."""
-        after, y = across(state, *self.within(*xs))
-        return after, (y,)
 
     def within(self, r, log_w, k, v, a=None, b=None) -> tuple[Array, ...]:
         """Computes all that does not need the state: factors of S₀ᵀ in U and Y, and added terms."""

@@ -1,6 +1,5 @@
 """Chunks of the gated delta rule as matrix products, and a scan over the chunks."""
 
-import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -55,9 +54,10 @@ def repeat_keys(xs: GatedSteps, axis: int) -> GatedSteps:
     return xs._replace(q=q, k=k)
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
+def corrected_chunk(
+    state: Array, q: Array, k: Array, v: Array, log_decay: Array, beta: Array
+) -> tuple[Array, Array]:
+    """Computes a chunk, (batch, heads, step, features), by matrix products.
 
     S₀ is the state before the chunk. D_ti is the product of the decays α of the steps i + 1 … t,
     e_t that of the steps up to t, and f_i that of the steps after i. Each step adds u_t k_tᵀ to the
@@ -70,29 +70,22 @@ class Chunk:
     Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
     that a strong decay costs the other steps no digits, and no exponential overflows.
     """
-
-    whole: int
-    """Up to this number of steps, the inverse is not split into halves: see `inverse_of_steps`."""
-
-    def __call__(self, state: Array, *xs: Array) -> tuple[Array, tuple[Array]]:
-        """Returns the state after the steps, and their outputs."""
-        q, k, v, log_decay, beta = xs
-        size = k.shape[-2]
-        t, i = step_and_other(size)
-        until = (i <= t).astype(k.dtype)
-        decays = jnp.exp(product(until, jnp.where(t > i, log_decay, 0)))
-        of_start, to_end = (jnp.exp(product(x, log_decay)) for x in (until, 1 - until))
-        # Queries and keys are stacked: one product reads the keys for both, and one the state.
-        readers = jnp.concatenate([q, k], axis=-2)
-        scores = einsum("...tk,...ik->...ti", readers, k)
-        of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
-        found = einsum("...tk,...vk->...tv", readers, state)
-        found_by_q, found_by_k = found[..., :size, :], found[..., size:, :]
-        earlier = -beta * jnp.where(i < t, of_k, 0)
-        u = _solve(self.whole, earlier, beta * (v - of_start * found_by_k))
-        fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
-        after = state * fade + einsum("...tv,...tk->...vk", u, to_end * k)
-        return after, (of_start * found_by_q + product(jnp.where(i <= t, of_q, 0), u),)
+    size = k.shape[-2]
+    t, i = step_and_other(size)
+    until = (i <= t).astype(k.dtype)
+    decays = jnp.exp(product(until, jnp.where(t > i, log_decay, 0)))
+    of_start, to_end = (jnp.exp(product(x, log_decay)) for x in (until, 1 - until))
+    # Queries and keys are stacked: one product reads the keys for both, and one the state.
+    readers = jnp.concatenate([q, k], axis=-2)
+    scores = einsum("...tk,...ik->...ti", readers, k)
+    of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
+    found = einsum("...tk,...vk->...tv", readers, state)
+    found_by_q, found_by_k = found[..., :size, :], found[..., size:, :]
+    earlier = -beta * jnp.where(i < t, of_k, 0)
+    u = _solve(earlier, beta * (v - of_start * found_by_k))
+    fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
+    after = state * fade + einsum("...tv,...tk->...vk", u, to_end * k)
+    return after, of_start * found_by_q + product(jnp.where(i <= t, of_q, 0), u)
 
 
 def uncorrected_chunk(state: Array, xs: GatedSteps) -> tuple[Array, Array]:
@@ -101,8 +94,9 @@ def uncorrected_chunk(state: Array, xs: GatedSteps) -> tuple[Array, Array]:
         y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) v_i
         S = S₀ Π α + Σ_i f_i v_i k_iᵀ
 
-    The symbols and the sums are those of `Chunk`. The heads of a key head read the same queries and
-    keys, so one product computes q_tᵀ k_i for all of them, and one product reads all their states.
+    The symbols and the sums are those of `corrected_chunk`. The heads of a key head read the same
+    queries and keys, so one product computes q_tᵀ k_i for all of them, and one product reads all
+    their states.
     """
     q, k, v, log_decay, _ = xs
     batch, size, key_heads, keys = k.shape
@@ -125,16 +119,16 @@ def uncorrected_chunk(state: Array, xs: GatedSteps) -> tuple[Array, Array]:
     return state * fade + learned.reshape(state.shape), y
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _solve(whole: int, scores: Array, x: Array) -> Array:
+@jax.custom_jvp
+def _solve(scores: Array, x: Array) -> Array:
     """Solves (I − A) u = x for scores A that are 0 if i ≥ t."""
-    return product(inverse_of_steps(scores, whole), x)
+    return product(inverse_of_steps(scores), x)
 
 
 @_solve.defjvp
-def _solve_jvp(whole: int, primals, tangents):
+def _solve_jvp(primals, tangents):
     (scores, x), (d_scores, d_x) = primals, tangents
-    inverse = inverse_of_steps(scores, whole)
+    inverse = inverse_of_steps(scores)
     u = product(inverse, x)
     return u, product(inverse, d_x + product(d_scores, u))
 
@@ -206,8 +200,8 @@ def _chunk(keys: KeyOptions, state: Array, xs: GatedSteps) -> tuple[Array, Array
     xs = keys(xs, state.dtype)
     if xs.beta is None:
         return uncorrected_chunk(state, xs)
-    arrays = (jnp.moveaxis(x, 1, 2) for x in jax.tree.leaves(repeat_keys(xs, axis=2)))
-    after, (y,) = Chunk(whole=SHORTEST)(state, *arrays)
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), repeat_keys(xs, axis=2))
+    after, y = corrected_chunk(state, *jax.tree.leaves(xs))
     return after, jnp.moveaxis(y, 1, 2)
 
 

@@ -11,20 +11,16 @@ from jaxtyping import Array, Float
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows
-from jax_models.ops.delta_rule_steps import Steps, by_chunk, by_time, sequential
+from jax_models.ops.delta_rule_steps import Steps, sequential
 from jax_models.ops.gated_delta_chunk import (
-    CHUNK,
-    Chunk,
     GatedSteps,
     KeyOptions,
     chunked,
     repeat_keys,
 )
-from jax_models.ops.kernels.device_scan import KERNEL_METHODS
-from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
 
-GatedDeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
+GatedDeltaRuleMethod = Literal["auto", "chunked", "sequential"]
 
 FEW_STEPS = 8
 """With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
@@ -70,13 +66,12 @@ def gated_delta_rule(
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
         method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
-            matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
-            kernel of a TPU, and "pallas_interpreted" runs that kernel in an interpreter. "auto" is
-            sequential with fewer than 8 steps, and chunked otherwise. With a symbolic number of
-            steps, every method is sequential. All methods compute in at least float32, with the
-            highest precision on a TPU. For the backward pass, "chunked" and the kernels store one
-            state every 64 steps. Unless the method is sequential or `reset` is given, a NaN also
-            reaches the outputs of up to 63 steps before it.
+            matrix products (Yang et al. 2024, arXiv 2406.06484). "auto" is sequential with fewer
+            than 8 steps, and chunked otherwise. With a symbolic number of steps, every method is
+            sequential. All methods compute in at least float32, with the highest precision on a
+            TPU. For the backward pass, "chunked" stores one state every 64 steps. Unless the method
+            is sequential or `reset` is given, a NaN also reaches the outputs of up to 63 steps
+            before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
             restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
             how they change any state, and once from the state after the devices before it.
@@ -85,9 +80,7 @@ def gated_delta_rule(
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
-            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
-            device, dtype, division over devices or head size.
+        NotImplementedError: `lengths` are given with a `time_axis`.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, heads is no multiple of key_heads, a length lies outside 0 …
             time, or there is no such method.
@@ -103,8 +96,6 @@ def gated_delta_rule(
         )
     arrays = [x for x in (q, k, v, log_decay, beta, state) if x is not None]
     dtype = common_carry_dtype(*arrays)
-    if beta is None and method in KERNEL_METHODS:
-        raise NotImplementedError(f"method={method!r}: it needs a beta; use method='chunked'")
     if state is None:
         state = jnp.zeros((batch, heads, values, k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
@@ -138,16 +129,9 @@ def _compiled(
 def _by_method(
     method: GatedDeltaRuleMethod, keys: KeyOptions, xs: GatedSteps, state: Array
 ) -> tuple[Array, Array]:
-    if method not in ("sequential", *KERNEL_METHODS):
+    if method != "sequential":
         return chunked(keys, xs, state)
-    time = xs.k.shape[1]
     xs = repeat_keys(keys(xs, state.dtype), axis=2)
-    if method in KERNEL_METHODS:
-        chunks = by_chunk(xs, CHUNK)
-        (y,), last = matrix_scan(
-            Chunk(whole=CHUNK), state, chunks, interpret=KERNEL_METHODS[method]
-        )
-        return by_time(y, time), last
     log_w = jnp.broadcast_to(xs.log_decay, xs.k.shape)
     if xs.beta is None:
         return sequential(True, Steps(xs.q, log_w, xs.k, xs.v, None, None), state)

@@ -1,13 +1,14 @@
 """Inverts I − A by matrix products, where A says how strongly each step reads earlier ones."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from jax_models.ops.affine import product
+
+WHOLE = 16
+"""Up to this number of steps, the inverse is computed from the whole matrix."""
 
 
 def step_and_other(size: int) -> tuple[Array, Array]:
@@ -23,25 +24,19 @@ def pairs(size: int, level: int) -> Array:
     return (t & 1 == 1) & (t == i + 1)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
-    """(I − A)⁻¹ for scores A (…, t, i) that are 0 if i ≥ t.
+@jax.custom_jvp
+def inverse_of_steps(scores: Array) -> Array:
+    """(I − A)⁻¹ for scores A (…, t, i) that are 0 if i ≥ t, with a power of two of steps.
 
     It is computed from the inverses of ever larger blocks. It is also the sum of the powers of the
     scores, but these can be much larger than their sum.
-
-    Args:
-        scores: A. The number of steps is a power of two.
-        whole: up to this number of steps, the whole matrix is used at each level and the blocks are
-            selected by masks, because kernels cannot slice it. More steps are split into
-            halves, which takes fewer products.
-
     """
     size = scores.shape[-1]
-    if size > whole:
+    # More steps are split into halves, which takes fewer products than masks over all of them.
+    if size > WHOLE:
         half = size // 2
         halves = jnp.stack([scores[..., :half, :half], scores[..., half:, half:]])
-        first, second = inverse_of_steps(halves, whole)
+        first, second = inverse_of_steps(halves)
         between = product(product(second, scores[..., half:, :half]), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         return jnp.concatenate([upper, jnp.concatenate([between, second], axis=-1)], axis=-2)
@@ -56,8 +51,8 @@ def inverse_of_steps(scores: Array, whole: int = 16) -> Array:
 
 
 @inverse_of_steps.defjvp
-def _inverse_jvp(whole: int, primals, tangents) -> tuple[Array, Array]:
+def _inverse_jvp(primals, tangents) -> tuple[Array, Array]:
     """The derivative of the inverse, (I − A)⁻¹ dA (I − A)⁻¹."""
     (scores,), (d_scores,) = primals, tangents
-    inverse = inverse_of_steps(scores, whole)
+    inverse = inverse_of_steps(scores)
     return inverse, product(product(inverse, d_scores), inverse)

@@ -32,11 +32,6 @@ CASES = [
         partial(RWKV6TimeMix, 6, **sizes, method="chunked"),
         partial(torch_ref.RWKV6TimeMix, 6, **sizes),
     ),
-    rwkv6(
-        "RWKV6TimeMix by kernel, interpreted",
-        partial(RWKV6TimeMix, 6, **sizes, method="pallas_interpreted"),
-        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
-    ),
     rwkv6("RWKV6ChannelMix", partial(RWKV6ChannelMix, 5, 7), reach=2),
     rwkv6("RWKV6Block", partial(RWKV6Block, 6, 7, **sizes)),
     rwkv6(

@@ -41,11 +41,6 @@ CASES = [
         partial(torch_ref.RWKV7TimeMix, 6, **sizes),
     ),
     rwkv7(
-        "RWKV7TimeMix by kernel, interpreted",
-        partial(RWKV7TimeMix, 6, **sizes, method="pallas_interpreted"),
-        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
-    ),
-    rwkv7(
         "RWKV7TimeMix above the lowest",
         partial(RWKV7TimeMix, 6, num_layers=2, **above),
         partial(torch_ref.RWKV7TimeMix, 6, **above),

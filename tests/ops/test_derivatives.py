@@ -135,7 +135,7 @@ ALL = [
     *(
         (rule, {"method": m})
         for rule in (delta_rule, gated_delta_rule)
-        for m in ("sequential", "chunked", "pallas_interpreted")
+        for m in ("sequential", "chunked")
         if (rule, {"method": m}) not in IN_BOTH_MODES
     ),
     # Reverse mode of a reverse recurrence is a forward one, so both directions are tested.

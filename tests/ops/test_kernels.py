@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_models.ops import WKVState, delta_rule, gated_delta_rule, wkv
+from jax_models.ops import WKVState, wkv
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_recurrence import linear_recurrence
@@ -46,49 +46,12 @@ def sums(x, **options):
     return wkv(x["k"], x["v"], state, w=x["w"], u=x["u"], **options)
 
 
-def corrected(x, **options):
-    names = ("r", "log_w", "k", "v", "a", "b", "state")
-    return delta_rule(*(x[name] for name in names), **options)
-
-
-def with_bonus(x, **options):
-    others = {name: x[name] for name in ("state", "u")}
-    return delta_rule(x["r"], x["log_w"], x["k"], x["v"], **others, **options)
-
-
-def gated(x, **options):
-    """The keys of `a`, which have a length of 1, and the first key's decay and rate."""
-    log_decay, beta = x["log_w"][..., 0], jnp.abs(x["b"]).max(axis=-1)
-    return gated_delta_rule(x["r"], x["a"], x["v"], log_decay, beta, x["state"], **options)
-
-
 OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
-DELTA_RULES = {
-    corrected: ("r", "log_w", "k", "v", "a", "b", "state"),
-    with_bonus: ("r", "log_w", "k", "v", "state", "u"),
-    gated: ("r", "a", "v", "log_w", "b", "state"),
-}
-
-
-def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> dict[str, np.ndarray]:
-    """Inputs of the delta rule that are exact in bfloat16, with correction keys of length 1."""
-    rng = np.random.default_rng(0)
-    of_key = {name: rng.standard_normal((batch, time, heads, key)) for name in ("r", "k", "a")}
-    a = of_key["a"] / np.linalg.norm(of_key["a"], axis=-1, keepdims=True)
-    others = {
-        "log_w": -(rng.uniform(0, 1, a.shape) ** 2),
-        "a": a,
-        "b": -a * rng.uniform(0, 1, (*a.shape[:3], 1)),
-        "v": rng.standard_normal((batch, time, heads, value)),
-        "state": rng.standard_normal((batch, heads, value, key)),
-        "u": rng.standard_normal((heads, key)),
-    }
-    return {name: in_every_dtype(x) for name, x in (of_key | others).items()}
 
 
 def results_and_gradients(operator, x, dtype, **options):
     """All results, and the gradients of the inputs for random cotangents, in float64."""
-    names = (OPERATORS | DELTA_RULES)[getattr(operator, "func", operator)]
+    names = OPERATORS[operator]
     x = {name: jnp.asarray(x[name], dtype) for name in names}
 
     @jax.jit
@@ -112,9 +75,6 @@ MASKED_ROW_SCAN = (3, 127, 5, 256)
 
 Those with a width are cut into blocks of 32 steps: the first into blocks of 1 row with 128
 features, the masked one into blocks of 2 rows with all features."""
-DELTA_SIZES = [(1, 1, 1, 5, 5), (1, 32, 1, 3, 20)]
-MASKED_DELTA_SIZE = (3, 37, 2, 5, 4)
-"""Batch, time, heads, keys and values. Blocks have 4 rows, so the masked size needs padding."""
 
 
 @pytest.mark.slow
@@ -122,11 +82,7 @@ MASKED_DELTA_SIZE = (3, 37, 2, 5, 4)
     ("operator", "size", "masked"),
     [
         *itertools.product(OPERATORS, ROW_SCANS, [False]),
-        *itertools.product(DELTA_RULES, DELTA_SIZES, [False]),
         *itertools.product(OPERATORS, [MASKED_ROW_SCAN], [True]),
-        *itertools.product(DELTA_RULES, [MASKED_DELTA_SIZE], [True]),
-        (partial(corrected, min_log_w=-1.0), MASKED_DELTA_SIZE, True),
-        (gated, (1, 130, 2, 5, 4), False),
     ],
 )
 def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capfd):
@@ -135,11 +91,11 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capf
     Results, gradients and a first state are included. With `masked`, there are resets and lengths,
     one of which is 0.
     """
-    batch, time, *_, last = size
-    if (is_row_scan := operator in OPERATORS) and last:
+    batch, time, features, width = size
+    if width:
         monkeypatch.setattr(row_scan_tpu, "BLOCK_BYTES", 1)
-        monkeypatch.setattr(row_scan_tpu, "REGISTER_SIZE", last)
-    x = numbers(*size[:3]) if is_row_scan else delta_numbers(*size)
+        monkeypatch.setattr(row_scan_tpu, "REGISTER_SIZE", width)
+    x = numbers(batch, time, features)
     options = {"reverse": batch == 3} if operator is recurrence else {}
     if masked:
         reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
@@ -290,41 +246,24 @@ def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mapped_delta_rules_are_one_kernel():
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_mapped_operators_are_one_kernel(operator):
     """Some arrays have the mapped axis, at any place, and others do not."""
-    x = {name: jnp.asarray(v, jnp.float32) for name, v in delta_numbers(2, 20, 3, 5, 4).items()}
-    several = x | {"v": jnp.stack(2 * [x["v"]], axis=2), "log_w": jnp.stack(2 * [x["log_w"]])}
-    axes = dict.fromkeys(x) | {"v": 2, "log_w": 0}
-    mapped = jax.jit(jax.vmap(partial(corrected, method="pallas"), in_axes=(axes,)))
+    x = {name: jnp.asarray(v, jnp.float32) for name, v in numbers(2, 20, 128).items()}
+    several = x | {name: jnp.stack(2 * [x[name]], axis=2) for name in ("b", "v")}
+    axes = dict.fromkeys(x) | {"b": 2, "v": 2}
+    mapped = jax.jit(jax.vmap(partial(operator, method="pallas"), in_axes=(axes,)))
     lowered = mapped.trace(several).lower(lowering_platforms=("tpu",)).as_text()
     assert lowered.count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("operator", [*OPERATORS, corrected, gated])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_what_has_no_kernel(x64, operator):
-    x, other = numbers(2, 3, 5), "associative"
-    if operator in DELTA_RULES:
-        x, other = delta_numbers(2, 3, 1, 5, 4), "chunked"
-    x = {name: jnp.asarray(value) for name, value in x.items()}
-    with pytest.raises(NotImplementedError, match=f'"{other}" can: it has no kernel for this'):
+    x = {name: jnp.asarray(value) for name, value in numbers(2, 3, 5).items()}
+    with pytest.raises(NotImplementedError, match='"associative" can: it has no kernel for this'):
         operator(x, method="pallas")
     traced = jax.jit(partial(operator, method="pallas")).trace(x)
     with pytest.raises(NotImplementedError, match="the kernel computes in float32, got float64"):
         traced.lower(lowering_platforms=("tpu",))
-    if operator in DELTA_RULES:
-        with pytest.raises(NotImplementedError, match="it has no kernel for this platform"):
-            traced.lower(lowering_platforms=("cuda",))
-    else:
-        auto = jax.jit(operator).trace(x).lower(lowering_platforms=("tpu",)).as_text()
-        assert "tpu_custom_call" not in auto
-
-
-def test_what_the_delta_rule_kernel_cannot_do():
-    large = delta_numbers(1, 16, 1, 512, 512).items()
-    x = {name: jnp.asarray(value, jnp.float32) for name, value in large}
-    traced = jax.jit(partial(corrected, method="pallas")).trace(x)
-    with pytest.raises(NotImplementedError, match="a step's matrices are too large"):
-        traced.lower(lowering_platforms=("tpu",))
-    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(corrected(x, method="pallas")[0])))
-    with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
-        jax.make_jaxpr(lambda x: jax.vjp(gradient, x)[0])(x)
+    auto = jax.jit(operator).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in auto
