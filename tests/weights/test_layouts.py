@@ -1,8 +1,9 @@
 """The layouts of each language model, and files that are not checkpoints of it."""
 
+import contextlib
 import re
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from jax_models import (
 from jax_models.models.architecture import Checkpoint, Layout, Size, architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
+from jax_models.weights.layouts import params_of
 
 CONFIGS = MODELS | {
     "Griffin with other options": replace(
@@ -82,38 +84,34 @@ def test_tied_keys_may_be_repeated_or_left_out(name):
                 assert_same_weights(to_torch(loaded, layout), weights)
 
 
-TRAINING = {"remat", "scan_layers"}
-HYBRID = {"epsilon", "initializer_range", "max_length", "rope_theta"}
-DROPOUT = {"block_dropout_rate", "embedding_dropout_rate"}
-FIELDS_WITHOUT_SHAPE = {
-    "GPModelConfig": TRAINING | DROPOUT | {"implicit", "num_heads", "omega"},
-    "GriffinLanguageModelConfig": TRAINING
-    | {"activation", "epsilon", "logits_soft_cap", "rope_theta", "rotary_fraction"}
-    | {"scale_embeddings", "window"},
-    "HawkLanguageModelConfig": TRAINING,
-    "HippogriffLanguageModelConfig": TRAINING | {"num_kv_heads", "window"},
-    "Qwen35LanguageModelConfig": TRAINING | HYBRID | {"num_key_heads", "rotary_fraction"},
-    "OLMoHybridLanguageModelConfig": TRAINING
-    | HYBRID
-    | {"negative_eigenvalues", "num_heads", "num_key_heads"},
-    "LFM2LanguageModelConfig": TRAINING | HYBRID,
-    "Mamba2LanguageModelConfig": TRAINING
-    | {"dt_floor", "dt_limits", "dt_max", "dt_min", "epsilon", "initializer_range", "num_groups"}
-    | {"rescale_residual", "residual_in_float32"},
-    "HyenaDNALanguageModelConfig": TRAINING
-    | DROPOUT
-    | {"activation", "filter_bias", "modulate", "normalized", "omega", "shift"},
-    "RNNLanguageModelConfig": {"dropout_rate"},
-    "RWKVLanguageModelConfig": TRAINING,
-    "RWKV6LanguageModelConfig": TRAINING,
-    "RWKV7LanguageModelConfig": TRAINING,
-}
+def alternatives(value, annotation):
+    """Other values of a field, of which some may not fit the other fields."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [2 * value, value + 1, max(value // 2, 1)]
+    if isinstance(value, float):
+        return [value / 2, value / 2 + 0.1]
+    if isinstance(value, tuple):
+        return [value[::-1], value[-1:]]
+    return [each for each in get_args(annotation) if each != value and isinstance(each, str)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_other_field_is_read_from_a_shape(name):
-    config = MODELS[name]
-    assert fields_without_shape(config).keys() == FIELDS_WITHOUT_SHAPE[type(config).__name__]
+def shapes_of(config):
+    return {path: param.shape for path, param in params_of(abstract(config)).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_that_changes_a_shape_is_read_from_it(name):
+    """Fields whose source is a constant or `UNDETERMINED` are declared as unreadable."""
+    config, types = MODELS[name], type(MODELS[name]).field_types()
+    shapes = shapes_of(config)
+    declared = {field for layout in config.layouts.values() for field in layout.sizes}
+    for field, value in fields_without_shape(config).items():
+        for other in [] if field in declared else alternatives(value, types[field]):
+            with contextlib.suppress(ValueError, UserWarning):  # it does not fit the others
+                assert shapes_of(replace(config, **{field: other})) == shapes, field
 
 
 def test_every_language_model_is_read():
