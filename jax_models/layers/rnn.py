@@ -10,6 +10,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RecurrentMethod, RNNState
+from jax_models.ops.gated import checked_method
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
@@ -105,7 +106,7 @@ class RNN(RecurrentStack[RNNState]):
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
-        self.method: RecurrentMethod = method
+        self.method = checked_method(method)
 
     def operator(self):
         recurrence = partial(ops.rnn, nonlinearity=self.nonlinearity)

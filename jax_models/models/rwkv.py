@@ -19,7 +19,7 @@ from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
 from jax_models.layers.rwkv_version import describe_other_version, rwkv_version
 from jax_models.models.architecture import Layout, Size
 from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
-from jax_models.options import Initializer, NormOptions
+from jax_models.options import Initializer, NormOptions, checked_options
 from jax_models.sequence import SequenceLayer
 
 BLINKDL = Layout("emb.weight", "blocks", "ln_out.weight", "head.weight")
@@ -40,6 +40,7 @@ class RWKVConfig(BlocksConfig):
         return describe_other_version(keys, cls.family)
 
 
+@checked_options
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     """Undoes the division of weights by transformers' RwkvForCausalLM in evaluation mode.
 

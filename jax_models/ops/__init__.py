@@ -24,7 +24,7 @@ from jax_models.ops.gated_delta_rule import GatedDeltaRuleMethod, gated_delta_ru
 from jax_models.ops.gelu import gelu
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.library_function import LibraryFunction
-from jax_models.ops.linear_map import linear_map
+from jax_models.ops.linear_map import linear_map as _linear_map
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.local_attention import LocalAttentionState, local_attention
 from jax_models.ops.long_conv import LongConvMethod, long_conv
@@ -110,4 +110,4 @@ __all__ = [
     "wkv",
 ]
 
-document_ends = _checked()(_document_ends)
+document_ends, linear_map = _checked()(_document_ends), _checked()(_linear_map)

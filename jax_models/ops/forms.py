@@ -78,11 +78,11 @@ class Operator(NamedTuple):
         """All forms by name. Those of other packages come first."""
         return _forms(self)
 
-    def checked_method(self, name: str, method: Any) -> str:
+    def checked_method(self, method: str) -> str:
         """Returns "auto" or the name of a form, or raises an error."""
         if method != "auto" and method not in self.forms:
             raise ValueError(
-                f"{name}: expected one of {['auto', *self.forms]}, got {method!r}"
+                f"method: expected one of {['auto', *self.forms]}, got {method!r}"
                 f"{broken_packages(ENTRY_POINTS)}"
             )
         return method
@@ -103,7 +103,7 @@ class Operator(NamedTuple):
             with _recording(None):  # what the form calls is its own affair
                 return self(call, method)
         # A form that was asked for by name runs on any platform, or raises an error.
-        if self.checked_method("method", method) != "auto":
+        if self.checked_method(method) != "auto":
             form = self.forms[method]
             if reason := form.refusal(call):
                 other = next(f for f in self.own_forms if not f.platforms and not f.refusal(call))

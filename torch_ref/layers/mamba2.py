@@ -74,7 +74,8 @@ class Mamba2(nn.Module):
         z, uBC, dt = self.in_proj(x).split([inner, channels, self.heads], dim=-1)
         # The short convolution.
         window = torch.cat([window.to(x.dtype), uBC.mT], dim=-1)
-        u, B, C = F.silu(self.conv1d(window)).mT.split(self.sizes, dim=-1)
+        convolved = F.conv1d(window, self.conv1d.weight, self.conv1d.bias, groups=channels)
+        u, B, C = F.silu(convolved).mT.split(self.sizes, dim=-1)
         u = u.unflatten(-1, (self.heads, -1))
         B, C = (
             y.unflatten(-1, (self.groups, -1)).repeat_interleave(self.heads // self.groups, dim=2)

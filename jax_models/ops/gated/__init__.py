@@ -21,14 +21,10 @@ RECURRENT_STACK = Operator(
 )
 
 
-def checked_method(name: str, method: Any) -> str:
-    """Returns a method of `recurrent_stack`, or raises an error."""
-    return RECURRENT_STACK.checked_method(name, method)
-
-
-RecurrentMethod = Annotated[str, checked_method]
-"""What runs a stack: "auto" or the name of a form."""
-LSTMMethod = RecurrentMethod
+checked_method = RECURRENT_STACK.checked_method
+"""Returns a method of `recurrent_stack`, or raises an error."""
+RecurrentMethod = LSTMMethod = Annotated[str, "auto or the name of a form"]
+"""What runs a stack."""
 
 
 @checked(batch_axes=(0, 1))
