@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Runs the garbage collector less often.
 
-    By default, it takes 8% of the time, because it looks at the many objects of JAX's traces again
-    and again. Few of them are garbage.
+    By default, it takes about 8% of the time, because it looks at the many objects of JAX's traces
+    again and again. Few of them are garbage.
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -1,6 +1,9 @@
 """Fixtures that all tests share."""
 
 import gc
+import os
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,6 +13,31 @@ import pytest
 
 from train.__main__ import main
 from train.mesh import MeshConfig, provide_devices
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs a package of these files in a temporary folder. Returns what runs Python with it."""
+
+    def run(*args: str) -> str:
+        paths = [str(tmp_path), *filter(None, sys.path)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def install(name: str, files: dict[str, str], entry_points: str):
+        monkeypatch.chdir(tmp_path)
+        Path(name).mkdir()
+        for module, text in {**files, "__init__": ""}.items():
+            Path(name, f"{module}.py").write_text(text)
+        Path(f"{name}-1.0.dist-info").mkdir()
+        Path(f"{name}-1.0.dist-info", "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        Path(f"{name}-1.0.dist-info", "entry_points.txt").write_text(entry_points)
+        Path("text").write_text("To be, or not to be, that is the question.\n" * 9)
+        return run
+
+    return install
 
 
 @pytest.fixture(scope="session", autouse=True)

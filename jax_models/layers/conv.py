@@ -2,14 +2,17 @@
 
 __all__ = ["CausalConv1D", "CausalConv1DState"]
 
+import itertools
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
-from jax_models.ops import CausalConv1DState
+from jax_models.ops import CausalConv1DState, Rows
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, SharedLayer, Table, Weight, same
@@ -74,6 +77,30 @@ class CausalConv1D(SharedLayer, SequenceLayer[CausalConv1DState]):
         kernel = self.kernel[...].astype(dtype)
         bias = None if self.bias is None else self.bias[...].astype(dtype)
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
+
+    def by_parts(
+        self, parts: Sequence[Float[Array, "batch time part"]], state: CausalConv1DState, rows: Rows
+    ) -> tuple[list[Float[Array, "batch time part"]], CausalConv1DState]:
+        """Convolves parts of the channels one by one, so that a mesh can divide each by its heads.
+
+        Returns the convolved parts, and the state of all channels.
+        """
+        ends = [*itertools.accumulate(part.shape[2] for part in parts)][:-1]
+        windows = jnp.split(state.inputs, ends, axis=1)
+        kernels = jnp.split(self.kernel[...], ends, axis=1)
+        biases = [None] * len(parts) if self.bias is None else jnp.split(self.bias[...], ends)
+        convolved, inputs = [], []
+        for x, window, kernel, bias in zip(parts, windows, kernels, biases, strict=True):
+            y, last = ops.causal_conv(
+                x,
+                CausalConv1DState(window),
+                kernel=kernel.astype(x.dtype),
+                bias=None if bias is None else bias.astype(x.dtype),
+                rows=rows,
+            )
+            convolved.append(y)
+            inputs.append(last.inputs)
+        return convolved, CausalConv1DState(jnp.concatenate(inputs, axis=1))
 
     def torch_rows(self) -> Table:
         """The rows of a depthwise `torch.nn.Conv1d`."""

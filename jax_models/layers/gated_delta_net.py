@@ -2,7 +2,6 @@
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetState"]
 
-import itertools
 import math
 from typing import NamedTuple, Unpack
 
@@ -161,24 +160,13 @@ class GatedDeltaNet(SharedLayer, SequenceLayer[GatedDeltaNetState]):
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
 
-        # Each of q, k and v has its own part of the convolution. Convolving them separately lets a
-        # mesh divide each of them by head.
-        ends = [*itertools.accumulate(self.sizes)][:-1]
-        kernels = jnp.split(self.conv.kernel[...].astype(dtype), ends, axis=1)
-        windows = jnp.split(state.conv.inputs, ends, axis=1)
-        convolved, inputs = [], []
-        for name, kernel, window in zip("qkv", kernels, windows, strict=True):
-            u, last = ops.causal_conv(
-                getattr(self, f"{name}_proj")(x),
-                CausalConv1DState(window),
-                kernel=kernel,
-                rows=rows,
-            )
-            size = self.value_features if name == "v" else self.key_features
-            convolved.append(jax.nn.silu(u).reshape(*u.shape[:2], u.shape[2] // size, size))
-            inputs.append(last.inputs)
-
-        q, k, v = convolved
+        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        convolved, conv = self.conv.by_parts(projected, state.conv, rows)
+        sizes = self.key_features, self.key_features, self.value_features
+        q, k, v = (
+            jax.nn.silu(u).reshape(*u.shape[:2], u.shape[2] // size, size)
+            for u, size in zip(convolved, sizes, strict=True)
+        )
         o, delta = ops.gated_delta_rule(
             q,
             k,
@@ -192,7 +180,6 @@ class GatedDeltaNet(SharedLayer, SequenceLayer[GatedDeltaNetState]):
             rows=rows,
         )
         y = self.gated(o, self.z_proj(x).reshape(o.shape)).astype(dtype)
-        conv = CausalConv1DState(jnp.concatenate(inputs, axis=1))
         y = y.reshape(*x.shape[:2], self.out_proj.in_features)
         return self.out_proj(y), GatedDeltaNetState(conv, delta)
 

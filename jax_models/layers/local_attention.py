@@ -42,8 +42,7 @@ class LocalAttention(Attention):
             does not divide num_heads, the number of rotated features of a head is odd, or
             `bias_init` is given without biases.
 
-    Layouts: those that the architectures declare. The first is `hf` (transformers'
-    RecurrentGemmaAttention).
+    Layouts: those that the architectures declare. `torch_layouts` lists them.
 
     """
 

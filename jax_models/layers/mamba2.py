@@ -2,7 +2,6 @@
 
 __all__ = ["Mamba2", "Mamba2State"]
 
-import itertools
 import math
 from typing import Any, NamedTuple, Unpack
 
@@ -31,12 +30,11 @@ def log_of_count(key, shape, dtype, **_) -> Array:
 
 def checked_limits(name: str, limits: Any) -> tuple[float, float]:
     """Returns the least and the greatest Δ, or raises an error."""
-    is_pair = isinstance(limits, tuple | list) and len(limits) == 2
-    if not is_pair or not all(type(limit) in (int, float) for limit in limits):
+    if not isinstance(limits, tuple | list) or {*map(type, limits)} - {int, float}:
         raise TypeError(f"{name}: expected two numbers, got {described(limits)}")
-    least, greatest = map(float, limits)
-    if not 0 <= least < greatest:
+    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
         raise ValueError(f"{name}: expected 0 ≤ least < greatest, got {limits}")
+    least, greatest = map(float, limits)
     return least, greatest
 
 
@@ -165,7 +163,13 @@ class Mamba2(SequenceLayer[Mamba2State]):
         """Runs `ops.gated_delta_rule` on convolved projections, then gates, norms and projects."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        u, B, C, conv = self.convolved(x, state.conv, rows)
+        projected = [self.u_proj(x), self.B_proj(x), self.C_proj(x)]
+        convolved, conv = self.conv.by_parts(projected, state.conv, rows)
+        sizes = self.head_features, self.state_features, self.state_features
+        u, B, C = (
+            jax.nn.silu(part).reshape(*part.shape[:2], part.shape[2] // size, size)
+            for part, size in zip(convolved, sizes, strict=True)
+        )
         dt = self.step_size(self.dt_proj(x))
 
         # The state reads Δ u under the key B, and the query C reads the state.
@@ -186,31 +190,6 @@ class Mamba2(SequenceLayer[Mamba2State]):
         y = self.gated(o.reshape(z.shape), z).astype(dtype)
         return self.out_proj(y), Mamba2State(conv, ssm)
 
-    def convolved(self, x, state, rows):
-        """Returns u, B and C by head or group, and the state of the convolution.
-
-        Each of them has its own part of the convolution. Convolving them separately lets a mesh
-        divide u by head.
-        """
-        ends = [*itertools.accumulate(self.sizes)][:-1]
-        params = [self.conv.kernel, *([] if self.conv.bias is None else [self.conv.bias])]
-        params = [jnp.split(p[...].astype(x.dtype), ends, axis=-1) for p in params]
-        windows = jnp.split(state.inputs, ends, axis=1)
-        found, inputs = [], []
-        sizes = self.head_features, self.state_features, self.state_features
-        for i, (name, size) in enumerate(zip("uBC", sizes, strict=True)):
-            kernel, *bias = (part[i] for part in params)
-            v, last = ops.causal_conv(
-                getattr(self, f"{name}_proj")(x),
-                CausalConv1DState(windows[i]),
-                kernel=kernel,
-                bias=bias[0] if bias else None,
-                rows=rows,
-            )
-            found.append(jax.nn.silu(v).reshape(*v.shape[:2], v.shape[2] // size, size))
-            inputs.append(last.inputs)
-        return *found, CausalConv1DState(jnp.concatenate(inputs, axis=1))
-
     def step_size(self, dt: Float[Array, "batch time heads"]) -> Float[Array, "batch time heads"]:
         """Δ, in at least float32."""
         dt = dt.astype(carry_dtype(dt.dtype))
@@ -226,12 +205,6 @@ class Mamba2(SequenceLayer[Mamba2State]):
             return o * gate
         return self.norm(o) * gate if self.norm_before_gate else self.norm(o * gate)
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The sizes of u, B and C."""
-        group = self.num_groups * self.state_features
-        return self.out_proj.in_features, group, group
-
     mesh_axes = (
         last_axis("heads", "z_proj", "u_proj", "dt_proj", "A_log", "dt_bias", "D", "norm")
         | first_axis("heads", "out_proj.kernel")
@@ -241,7 +214,8 @@ class Mamba2(SequenceLayer[Mamba2State]):
     def torch_layouts(self) -> Layouts:
         """`mamba2`: the keys of transformers' Mamba2Mixer and of mamba_ssm's Mamba2."""
         names = ["z_proj", "u_proj", "B_proj", "C_proj", "dt_proj"]
-        sizes = self.out_proj.in_features, *self.sizes, self.num_heads
+        inner, group = self.out_proj.in_features, self.num_groups * self.state_features
+        sizes = inner, inner, group, group, self.num_heads
         has_bias = self.out_proj.bias is not None
         in_proj = [
             parts([f"{name}.kernel" for name in names], "in_proj.weight", sizes),
@@ -250,7 +224,7 @@ class Mamba2(SequenceLayer[Mamba2State]):
         return {
             "mamba2": [
                 *in_proj[: 1 + has_bias],
-                *nested(self.conv.torch_layouts()["hf"], "conv", "conv1d"),
+                *nested(self.conv.torch_rows(), "conv", "conv1d"),
                 *(same(name, name) for name in ("A_log", "D", "dt_bias")),
                 *(rms_norm("norm", "norm") if self.norm is not None else ()),
                 *linear("out_proj", "out_proj", bias=has_bias),

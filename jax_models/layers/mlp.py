@@ -37,8 +37,7 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
     Raises:
         ValueError: a size is not positive, or `bias_init` is given without biases.
 
-    Layouts: those that the architectures declare. The first is `hawk` (torch_ref.GatedMLP), or with
-    biases `hf` (transformers' RecurrentGemma).
+    Layouts: those that the architectures declare. `torch_layouts` lists them.
 
     """
 

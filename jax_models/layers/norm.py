@@ -187,7 +187,8 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
             dtype = self.dtype or jnp.result_type(x, self.param_dtype)
             shape = *x.shape[:-1], self.num_groups, x.shape[-1] // self.num_groups
             groups = x.astype(carry_dtype(dtype)).reshape(shape)
-            square = jnp.mean(groups * groups, axis=-1, keepdims=True)
+            where = None if mask is None else jnp.broadcast_to(mask, x.shape).reshape(shape)
+            square = jnp.mean(groups * groups, axis=-1, keepdims=True, where=where)
             y = (groups * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
             scale: nnx.Param = self.scale  # pyright: ignore[reportAssignmentType]
             return (y * jnp.broadcast_to(scale[...], y.shape)).astype(dtype)

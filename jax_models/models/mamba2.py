@@ -18,7 +18,7 @@ from jax_models.models.hf import HFConfig
 from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import Positive
-from jax_models.options import LayerOptions, NormOptions, norm_options, with_inits
+from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested, rms_norm
 
@@ -50,7 +50,6 @@ LAYOUT = Layout(
         "tied_head": tied_head,
     },
 )
-OF_MAMBA_SSM = LAYOUT._replace(embedding="backbone.embedding.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Mamba2LanguageModelConfig(HFConfig):
     layouts: ClassVar = {
         "hf": LAYOUT,
         "hf-file": LAYOUT._replace(repeats_embedding=False),
-        "mamba_ssm": OF_MAMBA_SSM,
+        "mamba_ssm": LAYOUT._replace(embedding="backbone.embedding.weight"),
     }
     hf_class: ClassVar = "Mamba2ForCausalLM"
     hf_fields: ClassVar = {
@@ -88,7 +87,10 @@ class Mamba2LanguageModelConfig(HFConfig):
         "initializer_range": "initializer_range",
         "rescale_prenorm_residual": "rescale_residual",
     }
-    hf_sizes: ClassVar = tuple(hf_fields)[:7]
+    hf_sizes: ClassVar = (
+        *("vocab_size", "hidden_size", "num_hidden_layers"),
+        *("num_heads", "head_dim", "state_size", "n_groups"),
+    )
     hf_values: ClassVar = {"hidden_act": ("silu", "swish")}
 
     num_heads: int = 6
@@ -244,14 +246,13 @@ class Mamba2LanguageModel(LanguageModel):
 
     def __init__(self, config: Mamba2LanguageModelConfig, **options: Unpack[NormOptions]):
         init = nnx.initializers.normal(config.initializer_range)
-        sizes = config.vocab_size, config.features
-        head = Linear(*sizes[::-1], **with_inits(options, init, None, use_bias=False))
+        sizes, matrix = (config.vocab_size, config.features), {"kernel_init": init, **options}
         super().__init__(
             config,
             embedding=nnx.Embed(*sizes, embedding_init=init, **options),
             blocks=[Mamba2Block(config, **options) for _ in range(config.num_layers)],
             norm=RMSNorm(config.features, epsilon=config.epsilon, **options),
-            head=None if config.tied_head else head,
+            head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
 
     def embed(self, tokens, positions):

@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from jax_models.ops.linear_map import linear_map
 
-Form = Callable[..., Sequence[Array]]
-Forms = tuple[tuple[str, Form], ...]
+Function = Callable[..., Sequence[Array]]
+Functions = tuple[tuple[str, Function], ...]
 """The implementations ("forms") of a function, each with the name of its platform, "default" or
 "export".
 """
@@ -47,29 +47,29 @@ by_platform_p = Primitive("by_platform")
 by_platform_p.multiple_results = True
 
 
-def _bind(leaves: Sequence[Any], forms: dict[str, Form]) -> list[Array]:
+def _bind(leaves: Sequence[Any], forms: dict[str, Function]) -> list[Array]:
     return by_platform_p.bind(*leaves, forms=tuple(forms.items()))
 
 
 @by_platform_p.def_impl
-def _run(*leaves, forms: Forms):
+def _run(*leaves, forms: Functions):
     """Runs under `jax.disable_jit`, where nothing is compiled: the default device decides."""
     return _form(forms, jax.default_backend())(*leaves)
 
 
 @by_platform_p.def_effectful_abstract_eval
-def _shapes(*leaves, forms: Forms):
+def _shapes(*leaves, forms: Functions):
     _, first = forms[0]
     traced = jax.make_jaxpr(first)(*leaves)
     return traced.out_avals, traced.effects
 
 
-def _form(forms: Forms, platform: str) -> Form:
+def _form(forms: Functions, platform: str) -> Function:
     return dict(forms).get(platform) or dict(forms)["default"]
 
 
 def _lowering(platform: str):
-    def rule(ctx, *leaves, forms: Forms):
+    def rule(ctx, *leaves, forms: Functions):
         exported = ctx.module_context.lowering_parameters.for_export
         form = dict(forms).get("export") if exported else None
         form = form or _form(forms, platform)
@@ -79,7 +79,7 @@ def _lowering(platform: str):
 
 
 def _derivative(
-    derivative: Callable[..., Any], forms: Forms, inexact: tuple[int, ...], leaves, others
+    derivative: Callable[..., Any], forms: Functions, inexact: tuple[int, ...], leaves, others
 ) -> list[Array]:
     """Binds `derivative(form, inexact arguments, others)` for each form.
 
@@ -111,14 +111,14 @@ def _gradient(*args):
     return _derivative(lambda form, x, gradients: jax.vjp(form, *x)[1](gradients), *args)
 
 
-def _jvp(primals, tangents, *, forms: Forms):
+def _jvp(primals, tangents, *, forms: Functions):
     inexact = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
     floating_tangents = [ad.instantiate_zeros(tangents[i]) for i in inexact]
     y = by_platform_p.bind(*primals, forms=forms)
     return y, linear_map(_tangent, _gradient, list(primals), floating_tangents, forms, inexact)
 
 
-def _batch(leaves, axes, *, forms: Forms):
+def _batch(leaves, axes, *, forms: Functions):
     y = _bind(leaves, {name: jax.vmap(form, in_axes=tuple(axes)) for name, form in forms})
     return y, [0] * len(y)
 

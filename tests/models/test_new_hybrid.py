@@ -1,10 +1,5 @@
 """A new hybrid of layers that exist, under keys of its own, takes three files and nothing else."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 MODEL = '''
@@ -258,25 +253,10 @@ MESH = ["--mesh.data", "2", "--mesh.fully-sharded"]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(installed):
     """Runs Python with a package of the three files installed in a temporary folder."""
-    monkeypatch.chdir(tmp_path)
-    Path("mixed").mkdir()
-    for name, text in {"model": MODEL, "twin": TWIN, "registry": REGISTRY, "__init__": ""}.items():
-        Path("mixed", f"{name}.py").write_text(text)
-    Path("mixed-1.0.dist-info").mkdir()
-    Path("mixed-1.0.dist-info", "METADATA").write_text("Name: mixed\nVersion: 1.0\n")
-    Path("mixed-1.0.dist-info", "entry_points.txt").write_text(ENTRY_POINTS)
-    Path("text").write_text("To be, or not to be, that is the question.\n" * 9)
-    paths = [str(tmp_path), *filter(None, sys.path)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-
-    def run(*args: str) -> str:
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+    files = {"model": MODEL, "twin": TWIN, "registry": REGISTRY}
+    return installed("mixed", files, ENTRY_POINTS)
 
 
 def test_its_weights_are_read_and_converted_and_the_benchmarks_find_it(run):

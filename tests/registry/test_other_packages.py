@@ -1,10 +1,5 @@
 """An architecture of another package, in four files, is found everywhere that ours are."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 LAYER = '''
@@ -223,26 +218,10 @@ MESH = ["--mesh.data", "2", "--mesh.fully-sharded"]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(installed):
     """Runs Python with the package installed in a temporary folder."""
-    monkeypatch.chdir(tmp_path)
-    files = {"layer": LAYER, "model": MODEL, "twin": TWIN, "registry": REGISTRY, "__init__": ""}
-    Path("plain").mkdir()
-    for name, text in files.items():
-        Path("plain", f"{name}.py").write_text(text)
-    Path("plain-1.0.dist-info").mkdir()
-    Path("plain-1.0.dist-info", "METADATA").write_text("Name: plain\nVersion: 1.0\n")
-    Path("plain-1.0.dist-info", "entry_points.txt").write_text(ENTRY_POINTS)
-    Path("text").write_text("To be, or not to be, that is the question.\n" * 9)
-    paths = [str(tmp_path), *filter(None, sys.path)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-
-    def run(*args: str) -> str:
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+    files = {"layer": LAYER, "model": MODEL, "twin": TWIN, "registry": REGISTRY}
+    return installed("plain", files, ENTRY_POINTS)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Gated recurrences: the LSTM, the GRU, the RNN, and recurrences of one's own, in stacks."""
+"""Stacks of gated recurrences: of the LSTM, the GRU, the RNN, or a function of your own."""
 
 from collections.abc import Callable
 from functools import partial

@@ -191,7 +191,7 @@ class Evidence:
         return corresponding_places(expected, calls, slot, agrees)
 
     def returned_by_counterpart(self, call: Call) -> Arrays:
-        """What a longer counterpart returns in place of a layer's outputs, in their shapes."""
+        """What a longer counterpart returns instead of a layer's outputs, in their shapes."""
         calls, expected = self.longer_counterparts[call], call.slots[FORWARD.outgoing]
         actual = joined(calls, FORWARD.outgoing)
         return {
