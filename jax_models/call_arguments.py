@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.checks import (
+from jax_models.checks.values import (
     as_array,
     checked_array,
     described,

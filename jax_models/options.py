@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jax_models.ops.arguments import Scope, checked
-from jax_models.ops.checks import SCALARS, checked_count, checked_size, described
-from jax_models.ops.checks import FloatingDtype as FloatingDtype
-from jax_models.ops.keywords import refuse_unknown, suggests_arguments
-from jax_models.ops.rows import Default
+from jax_models.checks.arguments import Default, Scope, checked
+from jax_models.checks.keywords import refuse_unknown, suggests_arguments
+from jax_models.checks.values import SCALARS, checked_count, checked_size, described
+from jax_models.checks.values import FloatingDtype as FloatingDtype
 
 Result = TypeVar("Result")
 Index = Annotated[int, "at least 0"]
@@ -176,7 +175,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 class CheckedOptions:
     """A class whose constructor checks its arguments against its annotations.
 
-    `ops.arguments.checked` documents the annotations. In addition, an `int` is a size, which is
+    `checked` documents the annotations. In addition, an `int` is a size, which is
     positive, an `Index` may be 0, and an argument annotated `nnx.Rngs` must be an `nnx.Rngs`.
     `METHODS` lists the decorators of other methods.
     """

@@ -21,8 +21,8 @@ from jax_models.call_arguments import (
     checked_step_reset,
     state_batch_axes,
 )
+from jax_models.checks.values import checked_count, set_rows_to_nan
 from jax_models.ops import Rows, carry_dtype
-from jax_models.ops.checks import checked_count, set_rows_to_nan
 from jax_models.ops.rows import roll_rows
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts

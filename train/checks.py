@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from jax_models.ops.checks import (
+from jax_models.checks.values import (
     checked_integer,
     checked_number,
     checked_positive,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.options import CheckedFields, checked_options
 from train.files import errors_naming
 from train.published_vocabulary import PUBLISHED, Nucleotides, World

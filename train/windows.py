@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import grain
 import numpy as np
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.options import checked_options
 from train.checks import Seed
 from twinscan.command_line import CommandLineError

@@ -11,11 +11,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.checks.values import Positive, check_divides, checked_size
 from jax_models.layers.linear import Linear, normal_of_fan_in
 from jax_models.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis, whole
 from jax_models.ops import LocalAttentionState, Rows
-from jax_models.ops.checks import Positive, check_divides, checked_size
 from jax_models.options import (
     Index,
     Initializer,

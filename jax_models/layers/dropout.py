@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_models.ops.checks import checked_rate
+from jax_models.checks.values import checked_rate
 
 
 class Dropout(nnx.Dropout):

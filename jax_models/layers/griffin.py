@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 from jaxtyping import Array, Int
 
+from jax_models.checks.values import Positive
 from jax_models.layers.activation import Gelu
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.hawk import GatedRecurrence
@@ -17,7 +18,6 @@ from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.layers.rg_lru import RGLRU
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
-from jax_models.ops.checks import Positive
 from jax_models.options import Initializer, LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Unpack
 import jax.numpy as jnp
 
 from jax_models import ops
+from jax_models.checks.values import Positive
 from jax_models.layers.activation import ACTIVATIONS, Gelu
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.linear import Linear, lecun_normal
@@ -16,7 +17,6 @@ from jax_models.layers.residual import ResidualBlock
 from jax_models.layers.rg_lru import RGLRU, Parameterization
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, RGLRUState
-from jax_models.ops.checks import Positive
 from jax_models.options import (
     Initializer,
     LayerOptions,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import Default
 from jax_models.layers.activation import ACTIVATIONS, MixerActivation
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import HyenaOperator, HyenaState
@@ -17,7 +18,6 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.mesh_axes import first_axis, last_axis
-from jax_models.ops.rows import Default
 from jax_models.options import (
     FilterOptions,
     LayerOptions,

@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from jax_models.checks.values import check_divides
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops.affine import dot_general
-from jax_models.ops.checks import check_divides
 from jax_models.options import FilterOptions, Initializer
 
 lecun_normal = nnx.initializers.lecun_normal()

@@ -4,9 +4,9 @@ __all__ = ["LocalAttention", "LocalAttentionState"]
 
 from typing import Unpack
 
+from jax_models.checks.values import Positive, check_divides
 from jax_models.layers.attention import Attention
 from jax_models.ops import LocalAttentionState
-from jax_models.ops.checks import Positive, check_divides
 from jax_models.ops.rotary import checked_rotated
 from jax_models.options import Initializer, LayerOptions
 

@@ -11,13 +11,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.checks.values import Positive, check_divides, described
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops import CausalConv1DState, carry_dtype
-from jax_models.ops.checks import Positive, check_divides, described
 from jax_models.options import Initializer, LayerOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, parts, rms_norm, same

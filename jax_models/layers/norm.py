@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_models.checks.values import Positive, as_array, check_divides, checked_array, wrong_shape
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import Positive, as_array, check_divides, checked_array, wrong_shape
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, batch_norm
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from jax_models.checks.values import checked_size
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
 from jax_models.mesh_axes import whole
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked_size
 from jax_models.ops.gated.definition import State
 from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused
 from jax_models.sequence import SequenceLayer

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
+from jax_models.checks.values import Positive
 from jax_models.layers.linear import BlockDiagonal, Linear, lecun_normal, normal_of_fan_in
 from jax_models.mesh_axes import last_axis
 from jax_models.ops import RGLRUState, carry_dtype
-from jax_models.ops.checks import Positive
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import SharedLayer, Weight, same

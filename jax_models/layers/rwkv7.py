@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.checks.arguments import Default
 from jax_models.layers.rwkv6 import head_norm
 from jax_models.layers.rwkv_parts import (
     ChannelMix,
@@ -33,7 +34,6 @@ from jax_models.layers.rwkv_parts import (
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
-from jax_models.ops.rows import Default
 from jax_models.options import declared_options
 from jax_models.weights import Layouts, Table, layer_norm, linear, same, squeezed, transposed
 from jax_models.weights.constant import Constant

@@ -14,12 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.checks.arguments import Default
+from jax_models.checks.values import check_divides
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, Rows, carry_dtype
-from jax_models.ops.checks import check_divides
-from jax_models.ops.rows import Default
 from jax_models.options import Index, Initializer, MatrixOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layer_norm, nested

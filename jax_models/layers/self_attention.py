@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
+from jax_models.checks.values import check_divides
 from jax_models.layers.attention import CachedAttention
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import LocalAttentionState
-from jax_models.ops.checks import check_divides
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 

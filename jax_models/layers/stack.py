@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jax_models.auto_axes import assigned_variables
+from jax_models.checks.values import described
 from jax_models.ops import Rows
-from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, refuse_time_major
 from jax_models.weights import Layouts, nested
 

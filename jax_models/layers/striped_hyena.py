@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jax_models import ops
+from jax_models.checks.values import Positive, check_divides
 from jax_models.layers.activation import GateActivation
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.linear import Linear, torch_uniform
@@ -17,7 +18,6 @@ from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RootMeanSquareNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
-from jax_models.ops.checks import Positive, check_divides
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, rms_norm, same, squeezed

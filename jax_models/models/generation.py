@@ -15,6 +15,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from jax_models.checks.keywords import suggests_arguments
+from jax_models.checks.values import checked_size, described
 from jax_models.models.decoder import MOST_STEPS, Calls, Options, Tokens, decoder, padded_length
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.prompts import checked_prompts
@@ -27,8 +29,6 @@ from jax_models.models.sampling import (
     checked_top_k,
     checked_top_p,
 )
-from jax_models.ops.checks import checked_size, described
-from jax_models.ops.keywords import suggests_arguments
 
 
 @suggests_arguments

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Rate
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.self_attention import SelfAttentionBlock
 from jax_models.models.architecture import UNDETERMINED, Checkpoint, Fields, Layout, Size, has
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
-from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import squeezed

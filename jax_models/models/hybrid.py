@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
@@ -18,7 +19,6 @@ from jax_models.layers.residual import ResidualBlock
 from jax_models.models.architecture import Layout, Size
 from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
-from jax_models.ops.checks import Positive
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested, rms_norm

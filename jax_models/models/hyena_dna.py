@@ -9,6 +9,7 @@ from typing import ClassVar, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Rate
 from jax_models.layers.activation import MixerActivation
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena_dna import HyenaDNABlock
@@ -16,7 +17,6 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, tied_head
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
-from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 
 normal = nnx.initializers.normal(0.02)

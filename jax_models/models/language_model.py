@@ -24,11 +24,11 @@ from jax_models.call_arguments import (
     checked_step_reset,
     state_batch_axes,
 )
+from jax_models.checks.values import as_array, set_rows_to_nan
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
-from jax_models.ops.checks import as_array, set_rows_to_nan
 from jax_models.ops.rows import Rows, roll_rows
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.sequence import SequenceLayer

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
@@ -23,7 +24,6 @@ from jax_models.models.hybrid import (
     rows,
 )
 from jax_models.models.language_model import Preset
-from jax_models.ops.checks import Positive
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, parts

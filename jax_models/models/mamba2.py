@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Positive
 from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.mamba2 import Mamba2, Mamba2State, checked_limits
@@ -17,7 +18,6 @@ from jax_models.models.architecture import UNDETERMINED, Layout, Size, has, tied
 from jax_models.models.hf import HFConfig
 from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import Positive
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested, rms_norm

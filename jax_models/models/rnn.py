@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Unpack
 
 from flax import nnx
 
+from jax_models.checks.values import Rate
 from jax_models.layers.gru import GRU
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM
@@ -21,7 +22,6 @@ from jax_models.models.language_model import (
     LanguageModelConfig,
     Preset,
 )
-from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 from jax_models.weights import Layouts, same
 

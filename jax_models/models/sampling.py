@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import checked_size
 from jax_models.ops import carry_dtype
-from jax_models.ops.arguments import checked
-from jax_models.ops.checks import checked_size
 
 AnyKey = Key[Array, ""] | UInt32[Array, "words"]
 

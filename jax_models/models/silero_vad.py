@@ -21,12 +21,12 @@ from jax_models.call_arguments import (
     checked_state,
     checked_step_reset,
 )
+from jax_models.checks.values import as_array, checked_array, set_rows_to_nan
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.models.architecture import ModelConfig
 from jax_models.ops import Rows, carry_dtype
-from jax_models.ops.checks import as_array, checked_array, set_rows_to_nan
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, Table, Weight, flipped, nested, same
 from jax_models.weights.constant import Constant

@@ -1,7 +1,7 @@
 """The layers' operators as pure functions of arrays, without Flax, torch or hidden state."""
 
+from jax_models.checks.arguments import checked as _checked
 from jax_models.ops.affine import affine, carry_dtype
-from jax_models.ops.arguments import checked as _checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule

@@ -9,7 +9,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from jax_models.ops.arguments import checked
+from jax_models.checks.arguments import checked
 
 WIDE_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)
 

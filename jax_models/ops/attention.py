@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import checked_size
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.causal_attention import causal_attention, check_heads
-from jax_models.ops.checks import checked_size
 
 
 @checked()

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
 from jax_models.ops.time_axis import from_device_before
 

@@ -9,8 +9,8 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows

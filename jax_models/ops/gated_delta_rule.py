@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.delta_rule_rows import LOWEST_LOG_DECAY, isolated, run_rows
 from jax_models.ops.delta_rule_steps import Steps, sequential
 from jax_models.ops.gated_delta_chunk import (

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_models.ops.arguments import checked
+from jax_models.checks.arguments import checked
 
 
 @checked()

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import Positive
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.arguments import checked
-from jax_models.ops.checks import Positive
 
 
 @checked()

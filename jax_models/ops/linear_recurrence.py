@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_scan import LinearRecurrenceMethod, advance, solve
 from jax_models.ops.rows import DividedMasks, given_rows

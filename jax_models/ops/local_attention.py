@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.arguments import checked
+from jax_models.checks.arguments import checked
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
 from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after

@@ -12,8 +12,8 @@ import scipy.fft
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 

@@ -10,8 +10,8 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype, einsum
-from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.rows import DividedMasks, Rows, given_rows

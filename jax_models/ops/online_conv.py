@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import FloatingDtype, checked_count, checked_size, wrong_shape
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.arguments import checked
-from jax_models.ops.checks import FloatingDtype, checked_count, checked_size, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.rows import Rows
 from jax_models.ops.shard_map_axes import match_varying_axes

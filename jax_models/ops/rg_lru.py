@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import checked_positive
 from jax_models.ops.affine import affine
-from jax_models.ops.arguments import checked
-from jax_models.ops.checks import checked_positive
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.rows import DividedScanMasks
 

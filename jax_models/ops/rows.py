@@ -2,13 +2,14 @@
 
 import dataclasses
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from jax_models.checks.arguments import Combined, Default
 from jax_models.ops.time_axis import states_between
 
 Sequences = TypeVar("Sequences", bound=Array | None)
@@ -99,12 +100,6 @@ class Rows:
         return positions_after(before, time, self.reset), end
 
 
-class Default(NamedTuple):
-    """The default of an option in a TypedDict. Options without a `Default` are None by default."""
-
-    value: Any
-
-
 class Masks(TypedDict, total=False):
     """Keyword arguments that say which steps of a row are real, and where documents begin."""
 
@@ -114,7 +109,7 @@ class Masks(TypedDict, total=False):
     """True at the first step of each packed document, where the state restarts. With `reverse`,
     mark the first steps, too: the state then restarts at the last step of each document.
     """
-    rows: Rows | None
+    rows: Annotated[Rows | None, Combined(("lengths", "reset", "time_axis"), Rows.of)]
     """Lengths, reset and time axis as one value, for callers that have checked all arguments."""
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.arguments import checked
+from jax_models.checks.arguments import checked
 
 
 @checked()

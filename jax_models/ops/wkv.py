@@ -10,10 +10,10 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import FloatingDtype, checked_count
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
-from jax_models.ops.checks import FloatingDtype, checked_count
 from jax_models.ops.kernels.device_scan import KERNEL_METHODS, known_size
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_map import linear_map

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from jax_models.ops.keywords import suggests_arguments
+from jax_models.checks.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.keys import Fault, checked_mapping, joined, lines
 from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table

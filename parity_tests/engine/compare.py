@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from jax_models.ops.checks import checked_bool
+from jax_models.checks.values import checked_bool
 from jax_models.weights import Table
 from parity_tests.engine.bounds.tolerance import FLOAT64
 from parity_tests.engine.candidates.jax_side import JaxSide

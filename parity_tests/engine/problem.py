@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_models.ops.checks import as_array, checked_choice, described
+from jax_models.checks.values import as_array, checked_choice, described
 from jax_models.weights import Table
 from jax_models.weights.stored import as_numpy
 

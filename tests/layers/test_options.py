@@ -26,8 +26,8 @@ from jax_models import (
     from_torch,
     generate,
 )
+from jax_models.checks.arguments import signature
 from jax_models.models.silero_vad import SileroVADConfig
-from jax_models.ops.arguments import signature
 from jax_models.options import FloatingDtype, Index
 
 INTEGERS = (int, int | None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Unpack
 import jax
 from jaxtyping import Array, Float
 
-from jax_models.ops.arguments import checked
+from jax_models.checks.arguments import checked
 from jax_models.ops.forms import Form, Operator, not_installed
 from jax_models.ops.gated.cudnn import CUDNN
 from jax_models.ops.gated.definition import LSTMState, State, lstm

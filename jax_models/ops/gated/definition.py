@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import Default, checked
+from jax_models.checks.values import as_array, checked_array, described, wrong_shape
 from jax_models.ops.affine import affine, common_carry_dtype
-from jax_models.ops.arguments import checked
-from jax_models.ops.checks import as_array, checked_array, described, wrong_shape
 from jax_models.ops.forms import Form, Operator
 from jax_models.ops.gated import xla
 from jax_models.ops.gated.products import (
@@ -26,7 +26,7 @@ from jax_models.ops.gated.products import (
     where,
     widths_of,
 )
-from jax_models.ops.rows import Default, Masks, ScanMasks, given_rows
+from jax_models.ops.rows import Masks, ScanMasks, given_rows
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 State = TypeVar("State", bound=tuple)

@@ -5,8 +5,8 @@ from typing import Annotated, NamedTuple, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import affine
-from jax_models.ops.arguments import checked
 from jax_models.ops.gated.definition import ScanOptions, recurrence
 from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_cell
 from jax_models.ops.gated.products import Product, Step

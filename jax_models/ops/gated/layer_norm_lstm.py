@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.checks.arguments import checked
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.arguments import checked
 from jax_models.ops.gated.definition import LSTMState, ScanOptions, recurrence
 from jax_models.ops.gated.products import Product, Step
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, foreign_weights
 from parity_tests.engine.candidates.function_port import PortedProblem, port_function
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, floating_leaves

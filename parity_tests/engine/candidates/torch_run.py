@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
 from parity_tests.engine.problem import COMPLEX, Problem, is_flag

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.problem import is_function, is_torch_module
 from parity_tests.engine.references.jax_reference import JaxReference

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from parity_tests.engine.problem import Arrays, is_flag
 from twinscan.files import whole
 

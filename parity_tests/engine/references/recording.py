@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_models.ops.checks import checked_bool
+from jax_models.checks.values import checked_bool
 from parity_tests.engine.bounds.rounded_constants import is_rounded, moved_by_rounding
 from parity_tests.engine.candidates.model_weights import is_trivial
 from parity_tests.engine.logits import logits_array

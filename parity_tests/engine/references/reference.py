@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jax_models.ops.checks import checked_bool, checked_count, described
+from jax_models.checks.values import checked_bool, checked_count, described
 from parity_tests.engine.bounds.rounded_constants import are_moved, names_of, rounded_count
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.model_weights import ReferenceWeights

@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 
 from jax_models import weights as rows
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.weights import Layouts, Table, Weight
 from jax_models.weights.layouts import params_of
 from jax_models.weights.rows import join

@@ -10,7 +10,7 @@ import optax
 import torch
 from flax import nnx
 
-from jax_models.ops.checks import checked_bool, checked_size, described
+from jax_models.checks.values import checked_bool, checked_size, described
 from parity_tests.engine.candidates.model_weights import (
     ReferenceWeights,
     checked_weights,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.weights.trees import path_of
 from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.evaluator import with_dtypes

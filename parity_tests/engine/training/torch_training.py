@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jax_models.ops.checks import described
+from jax_models.checks.values import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding

@@ -9,6 +9,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     ParamSpec,
     Required,
     TypeVar,
@@ -21,7 +22,8 @@ from typing import (
 
 from jaxtyping import AbstractArray, Array
 
-from jax_models.ops.checks import (
+from jax_models.checks.keywords import refuse_missing, refuse_unknown
+from jax_models.checks.values import (
     KINDS,
     SCALARS,
     checked_array,
@@ -31,8 +33,6 @@ from jax_models.ops.checks import (
     set_rows_to_nan,
     wrong_shape,
 )
-from jax_models.ops.keywords import refuse_missing, refuse_unknown
-from jax_models.ops.rows import Default, Rows
 
 Parameters = ParamSpec("Parameters")
 
@@ -41,8 +41,19 @@ Result = TypeVar("Result")
 NOT_EMPTY = {"heads", "key_heads", "kv_heads", "head_features", "kernel_size", "vocab"}
 """Axes whose size must be at least 1. Other axes, such as batch and features, may have size 0."""
 
-MASKS = ("lengths", "reset", "time_axis")
-"""The arguments that are combined into one `Rows`."""
+
+class Default(NamedTuple):
+    """The default of an option in a TypedDict. Options without a `Default` are None by default."""
+
+    value: Any
+
+
+class Combined(NamedTuple):
+    """Marks an option that the function receives in place of other ones, which it combines."""
+
+    options: tuple[str, ...]
+    combine: Callable[..., Any]
+    """`combine(time, **options)`, where `time` is the size of the axis of that name."""
 
 
 def checked(
@@ -67,9 +78,9 @@ def checked(
     time. Under `jit`, where the values are unknown, a length outside that range is replaced with
     the nearest inside, and the row is NaN in all floating results. Keywords that are annotated with
     `Unpack` of a TypedDict are checked against the annotations of the TypedDict, and the function
-    receives the value of each `Default` that the caller leaves out. If the TypedDict has `rows`,
-    the function receives the masks as one `Rows`. If the caller passes `rows`, its arguments were
-    checked already and are not checked again.
+    receives the value of each `Default` that the caller leaves out, and one value in place of all
+    options that a `Combined` names. If the caller passes the combined value itself, the arguments
+    were checked when it was made, and are not checked again.
 
     Args:
         types: further annotations, each with its check `(name, value) -> value`.
@@ -89,12 +100,21 @@ def checked(
             for name, p in parameters.parameters.items()
             if name not in named and p.default not in (None, p.empty)
         }
+        combined = {
+            name: mark
+            for name, annotation in annotations.items()
+            for mark in get_args(annotation)
+            if isinstance(mark, Combined)
+        }
 
         @wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            if "rows" in annotations and kwargs.get("rows") is not None:
-                if twice := [name for name in MASKS if kwargs.get(name) is not None]:
-                    raise TypeError(f"{twice[0]}: expected rows alone, got rows as well")
+            for name in combined:
+                if kwargs.get(name) is None:
+                    continue
+                options = combined[name].options
+                if twice := [option for option in options if kwargs.get(option) is not None]:
+                    raise TypeError(f"{twice[0]}: expected {name} alone, got {name} as well")
                 return function(*args, **kwargs)
             # Bind the arguments first, so that the error for an unknown one can suggest a name.
             try:
@@ -109,14 +129,14 @@ def checked(
             for name, value in given.arguments.items():
                 given.arguments[name] = scope.checked(name, value, annotations[name])
             scope.check_shapes()
-            # The lengths must be in range before `Rows` builds masks from them.
+            # The lengths must be in range before masks are built from them.
             outside = None
             if given.arguments.get("lengths") is not None:
                 lengths, time = given.arguments["lengths"], scope.sizes["time"]
                 given.arguments["lengths"], outside = lengths_within(lengths, time)
-            if "rows" in annotations:
-                masks = {name: given.arguments.pop(name, None) for name in MASKS}
-                given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
+            for name, (options, combine) in combined.items():
+                found = {option: given.arguments.pop(option, None) for option in options}
+                given.arguments[name] = combine(scope.sizes["time"], **found)
             results: Any = function(*given.args, **given.kwargs)
             return results if outside is None else set_rows_to_nan(outside, results, batch_axes)
 

@@ -1,0 +1,1 @@
+"""What a public function checks of its arguments, and what its errors say."""
