@@ -219,6 +219,7 @@ def test_a_file_of_pairs_imports_a_train_of_the_users_own(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_trainer_is_imported_beside_a_train_of_the_users_own(own_modules):
     """Unless the user's program has already imported a module of that name."""
     (own_modules / "twinscan.py").unlink()
@@ -254,6 +255,7 @@ def test_one_command(args, expected, monkeypatch, capsys):
     assert re.search(expected, "".join(capsys.readouterr()))
 
 
+@pytest.mark.slow
 def test_the_version_of_a_checkout_that_is_not_installed():
     code = """
 import importlib.metadata, sys

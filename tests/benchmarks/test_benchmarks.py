@@ -146,6 +146,7 @@ def test_a_worker_that_lost_its_cores_is_refused_afterwards():
             processes.environments()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_before_it_reads_a_call():
     with Workers("cpu") as processes:
         processes.call("jax", os.getpid)

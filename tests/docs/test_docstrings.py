@@ -28,6 +28,7 @@ def needs_example(name):
     return name not in NO_EXAMPLE and not is_state and not name.endswith("Config")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*filter(needs_example, jax_models.__all__)])
 def test_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

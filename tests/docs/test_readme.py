@@ -78,6 +78,7 @@ def test_the_runner_of_blocks(tmp_path):
         blocks(" ```python\n1\n ```\n")
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_training_prints(capsys, tmp_path):
     """The numbers may differ."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -65,6 +65,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_the_gates_that_depart_are_named(kind, fault):
     torch.manual_seed(0)

@@ -99,6 +99,7 @@ PAIRS = [nnx_pair, checkpoints, linen_pair, equinox_pair, function_pair, loader_
 PAIRS += [without_weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("factor", [1, 1 + 1e-10])
 def test_models_of_all_kinds_are_references(pair, factor):

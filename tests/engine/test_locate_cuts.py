@@ -361,6 +361,7 @@ def test_a_fault_is_found_where_the_sides_are_divided_differently(place):
     assert report.location.culprit in culprits, f"\n{report}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "culprits"),
     [

@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("framework", "fault"), CASES)
 def test_a_fault_is_found_in_each_framework(framework, fault):
     """A fault in the backward pass is found only if the forward pass agrees."""

@@ -420,7 +420,7 @@ CASES = [
         "LSTM" if "state" in fault or i % 8 not in FORMS else ("GRU", "RNN")[i % 2],
         FORMS.get(i % 8, WHOLE),
         fault,
-        marks=[] if i % 4 == 1 else pytest.mark.slow,
+        marks=[] if i % 12 == 1 else pytest.mark.slow,
     )
     for i, (name, fault) in enumerate(MISTAKES)
 ]
@@ -430,8 +430,14 @@ CASES = [
     ("name", "kind", "form", "fault"),
     [
         *CASES,
-        ("translation", "GRU", ("NNX", {"is_carry_first": True}), "first step"),
-        ("a gradient that torch stops", "GRU", ("function", {}), "hidden state"),
+        pytest.param(
+            *("translation", "GRU", ("NNX", {"is_carry_first": True}), "first step"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("a gradient that torch stops", "GRU", ("function", {}), "hidden state"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_caller_is_the_culprit_if_it_uses_another_output(name, kind, form, fault):
@@ -441,6 +447,7 @@ def test_the_caller_is_the_culprit_if_it_uses_another_output(name, kind, form, f
     assert report.location.culprit == "", f"\n{report}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault", "layer"),
     [
@@ -454,16 +461,17 @@ def test_nothing_tells_where_a_function_stops_the_only_gradient(name, fault, lay
     assert report.location.culprit is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "framework", "options", "fault"),
     [
         ("RNN", "NNX", {"cells": True}, "bias"),
         ("GRU", "function", {"cells": True}, "bias"),
-        pytest.param("GRU", "Linen", {"is_carry_first": True}, "bias", marks=pytest.mark.slow),
-        pytest.param("LSTM", "function", {}, "gates", marks=pytest.mark.slow),
-        pytest.param("LSTM", "NNX", {"cells": True}, "gates", marks=pytest.mark.slow),
+        ("GRU", "Linen", {"is_carry_first": True}, "bias"),
+        ("LSTM", "function", {}, "gates"),
+        ("LSTM", "NNX", {"cells": True}, "gates"),
         ("LSTM", "Linen", {"is_carry_first": True}, "stopped input"),
-        pytest.param("LSTM", "NNX", {"cells": True}, "stopped input", marks=pytest.mark.slow),
+        ("LSTM", "NNX", {"cells": True}, "stopped input"),
     ],
 )
 def test_the_layer_is_the_culprit_if_its_own_code_departs(kind, framework, options, fault):

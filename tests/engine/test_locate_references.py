@@ -160,6 +160,7 @@ def test_a_jax_model_is_a_reference(fault, culprit, verdict, tmp_path):
     assert (recorded.culprit, recorded.verdict) == (live.culprit, live.verdict)
 
 
+@pytest.mark.slow
 def test_a_record_without_activations_is_not_located(tmp_path):
     twin, model, weights, tokens, *_ = planted("gelu by tanh")
     small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"

@@ -115,6 +115,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verdict", FAULTS)
 def test_the_fault_is_found_in_the_loop_or_in_the_cell(verdict):
     """The last one is an error of the weight table, which exchanges gates."""

@@ -217,6 +217,7 @@ def whole_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_torch_is_not_needed(whole_file):
     as_users = {key: value for key, value in os.environ.items() if not key.startswith("JAX_NUMPY")}
     done = subprocess.run(

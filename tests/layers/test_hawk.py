@@ -175,6 +175,7 @@ def weights_of(twin: torch.nn.Module, prefix: str = "") -> dict[str, np.ndarray]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_trains_the_parameter_that_its_weights_have(name):
     """Without the option, weights of either form come back bit for bit, one after the other."""

@@ -48,6 +48,7 @@ def loop(v, modes, weights, lengths, reset):
     return y, np.stack([s.real, s.imag], axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["_sequential", "_chunked"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("time", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])

@@ -46,7 +46,6 @@ LAYERS = {
     for name, case in divisible_cases().items()
     if name not in PARTS
 } | {"LocalAttention, wide": wide_attention}
-QUICK = {"RGLRU"}
 
 
 def run_of(layer: SequenceLayer, of_device, *, differentiated: bool):
@@ -108,9 +107,8 @@ def check_divided(name: str) -> None:
             assert_close(jax.tree.map(lambda x, d=device: x[d], lasts), last)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_time_divided_over_devices_is_whole(on_eight_devices, name):
     """Compares outputs, states and gradients."""
     on_eight_devices(check_divided, name)

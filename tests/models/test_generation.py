@@ -96,6 +96,7 @@ def test_a_prompt_of_booleans_is_refused_with_a_mask_too():
             generate(model(), prompt, 3, mask=mask, key=KEY)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_may_be_padded():
     lm = model("attention")
     rows = [np.arange(15).tolist(), [1, 2]]
@@ -106,6 +107,7 @@ def test_a_prompt_longer_than_the_context_may_be_padded():
         np.testing.assert_array_equal(found, alone[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rnn", "attention"])
 def test_a_mask_may_be_traced(name):
     """A wrong mask or token, which cannot raise an error there, gives tokens of −1 in its row."""

@@ -65,6 +65,7 @@ def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform
     assert f"x{ {120: 352, 352: 120}[tile] }x16xf32" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf)])
 def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch, faulty, number):
     """In these steps, the head's outputs are NaN and pass on no gradient."""

@@ -170,6 +170,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
@@ -269,6 +270,7 @@ BAD_FOLDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
 def test_every_command_refuses_a_folder_in_one_line(fields, change, message, tmp_path):
     folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")

@@ -221,6 +221,7 @@ def test_the_old_name_of_the_blocks_is_answered_with_the_new_one():
     assert not hasattr(model(), "layers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [lambda lm, x: lm(x), nnx.jit(lambda lm, x: lm(x))])
 def test_a_replaced_block_of_another_width_is_named(call):
     lm = HawkLanguageModelConfig(20, features=8, num_layers=2).build(rngs=nnx.Rngs(0))

@@ -259,6 +259,7 @@ def run(installed):
     return installed("mixed", files, ENTRY_POINTS)
 
 
+@pytest.mark.slow
 def test_its_weights_are_read_and_converted_and_the_benchmarks_find_it(run):
     run("-c", FOUND)
 

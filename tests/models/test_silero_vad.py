@@ -127,6 +127,7 @@ def vad(request, x64) -> SileroVAD:
     return model_of(weights, request.param, jnp.float64)
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths_are_each_alone(vad):
     """Lengths are in samples. The last frame of a row is padded with zeros."""
     audio = recordings(vad.sample_rate, 9, float)

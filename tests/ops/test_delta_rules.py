@@ -254,6 +254,7 @@ def test_16_bits_are_computed_in_float32(kind, dtype, method):
         np.testing.assert_array_equal(ours, wide)
 
 
+@pytest.mark.slow
 def test_vmap_over_an_axis_that_some_arrays_lack(x64):
     _, arrays = problem("gated", 70)
     several = arrays | {name: np.stack([arrays[name], -arrays[name]], 1) for name in ("q", "v")}
@@ -293,6 +294,7 @@ def check_nan_over_devices() -> None:
         assert np.isfinite(last).all()
 
 
+@pytest.mark.slow
 def test_a_nan_stays_in_its_document_over_devices(on_eight_devices):
     on_eight_devices(check_nan_over_devices)
 

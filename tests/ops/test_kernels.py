@@ -141,7 +141,8 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
         assert_same(np.stack(actual), np.stack(state), "last state")
 
 
-@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
 def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
     """Runs forward and backward with a remainder of steps. Triton's kernel is interpreted."""
     x = numbers(2, 75, 5)

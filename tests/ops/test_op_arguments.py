@@ -257,6 +257,7 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPS if "lengths" in OPS[name]])
 def test_rows_of_traced_lengths_outside_are_nan(name):
     given = {k: v for k, v in OPS[name].items() if k != "lengths"}
@@ -273,6 +274,7 @@ def test_rows_of_traced_lengths_outside_are_nan(name):
                 assert jnp.isnan(found[wrong]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_a_batch_without_rows(name):
     """The first axis of an argument has the size BATCH only if it is the batch.

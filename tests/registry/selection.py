@@ -6,13 +6,26 @@ from parity_tests.registry import CASES, MUTATIONS
 FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
 """The first case of each architecture."""
 
-CHECKED = [
+FAULTS = {(m.case, m.check) for m in MUTATIONS if m.check}
+"""The case of each planted fault that a check must find, and the check."""
+
+CHECKED = [name for name in CASES if name in FIRST.values() or any(name == n for n, _ in FAULTS)]
+"""The cases that checks run on. All other cases are compared with their twins."""
+
+
+def layer(name: str):
+    """The class of a case's layer, or the function that builds it."""
+    make = CASES[name].layer
+    return getattr(make, "func", make)
+
+
+VARIANTS = [
     name
-    for name in CASES
-    if name in FIRST.values() or any(m.case == name and m.check for m in MUTATIONS)
+    for name in CHECKED
+    if name not in FIRST.values() and layer(name) in {layer(first) for first in FIRST.values()}
 ]
-"""The cases that the checks run on: the first of each architecture, and those with a planted fault
-that a check must find. All other cases are compared with their twins."""
+"""The checked cases whose layer is that of a first case with other options. Only the checks run on
+them that must find a fault."""
 
 OF_LAYERS = (
     "an empty batch has empty results",
@@ -26,6 +39,7 @@ COLLECTED = [
     (name, check)
     for name in CHECKED
     for check in CHECKS
-    if CASES[name].config is None or check not in OF_LAYERS
+    if (name, check) in FAULTS
+    or not (name in VARIANTS or (CASES[name].config is not None and check in OF_LAYERS))
 ]
 """Each case and check that is a test."""

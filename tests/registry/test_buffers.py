@@ -102,6 +102,7 @@ def checked():
         yield CheckedLayer(case())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_layer_with_buffers_passes(name, checked):
     CHECKS[name](checked)

@@ -21,6 +21,7 @@ def traced(name: str, dtype, *shapes: tuple[int, ...]):
     return [jax.eval_shape(call, arrays, x) for x in inputs]
 
 
+@pytest.mark.slow
 @names
 def test_a_bfloat16_layer_has_a_float32_state(name):
     """Rounding a state to bfloat16 at each step would lose much of a long sequence."""

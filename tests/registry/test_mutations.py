@@ -23,6 +23,7 @@ def test_every_fault_is_noticed_by_a_test():
     assert {(m.case, m.check) for m in MUTATIONS if m.check} <= {*COLLECTED}
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_is_checked():
     def kinds(names):
         return {type(m) for name in names for _, m in nnx.iter_modules(CASES[name].abstract())}

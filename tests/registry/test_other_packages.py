@@ -232,6 +232,7 @@ def test_it_is_in_the_report(run):
     assert "planted faults: 1 of 1 caught" in shown
 
 
+@pytest.mark.slow
 def test_its_checkpoints_are_read_and_converted(run):
     run("-c", CONVERT)
 

@@ -109,6 +109,7 @@ def test_holds(name, check):
     CHECKS[check](checked(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.config])
 def test_the_twin_generates_from_its_state(name):
     """The expected text reads the whole text, or its longest context, again for each token."""

@@ -104,6 +104,7 @@ def test_the_answer_to_a_message_is_printed(model, capsys):
     assert capsys.readouterr().out.strip() == words(tokens[0])
 
 
+@pytest.mark.slow
 def test_several_prompts_are_continued_together(model, capsys):
     """Each one up to its own end. A `--stop` ends a text like the model's own tokens."""
     prompts = ["a b c", "d", "e f"]

@@ -80,6 +80,7 @@ def test_the_others_are_trained_as_with_a_mask():
         assert np.array_equal(value, initial[path]) == is_frozen(path), path
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_gradients_moments_or_averages():
     config = OptimizerConfig(ema_decay=0.9, clip_norm=0.01)
     state = trained(build_optimizer(config, 9), model(), freeze=FREEZE)

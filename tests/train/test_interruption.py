@@ -131,6 +131,7 @@ def test_a_run_that_is_killed_early_resumes(whole, tmp_path, monkeypatch, capsys
     chex.assert_trees_all_equal(results(folder), whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_it_began(whole, tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
@@ -167,6 +168,7 @@ def test_one_process_a_folder(tmp_path):
         command(folder)
 
 
+@pytest.mark.slow
 def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
     text = tmp_path / "text"
     text.write_text("abcdefghij" * 30)

@@ -50,6 +50,7 @@ def continued(state: TrainState, run: Run, num_steps: int) -> TrainState:
     return state
 
 
+@pytest.mark.slow
 def test_a_longer_run_stretches_its_schedule(tmp_path, capsys):
     run = command(tmp_path / "run", "--num-steps", "10", *COSINE)
     before = restored(run)

@@ -170,6 +170,7 @@ def tensorboard_scalars(folder: Path) -> dict[tuple[int, str], float]:
     return scalars
 
 
+@pytest.mark.slow
 def test_a_long_silence_is_broken(tmp_path, monkeypatch, capsys):
     """While the run is compiled, evaluated and trained, and not while it prints lines anyway."""
     monkeypatch.setattr("train.heartbeat.SECONDS", 0.001)

@@ -172,6 +172,7 @@ def test_a_state_takes_the_form_of_other_options(before, after):
 ARGS = ["--num-steps", "10", "--eval-every", "5", "--eval-batches", "4", "--batch-size", "8"]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_exports_the_average(tmp_path, monkeypatch):
     """The training itself equals that without an average."""
     reported = []

@@ -61,6 +61,7 @@ def by_rows(text_file, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_its_presets_warmup(text_file, tmp_path, capsys, unreported):
     """The warm-up is shortened unless an option sets it. The same command finds the same run."""
     options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
@@ -181,6 +182,7 @@ def test_presets_train_export_and_generate(text_file, tmp_path, capsys, preset):
     assert capsys.readouterr().out.startswith("naïve café")
 
 
+@pytest.mark.slow
 def test_steps_in_one_call_are_the_single_ones():
     """They are bitwise equal, including dropout masks. Batches from `count` on are not read."""
     rnn = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
@@ -259,6 +261,7 @@ def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
     assert metrics[-1]["train"] < metrics[0]["train"] - 0.3
 
 
+@pytest.mark.slow
 def test_every_row_has_a_dropout_mask_of_its_own():
     """`test_mesh.py` tests that masks do not depend on the number of devices."""
     model = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)

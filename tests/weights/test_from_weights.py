@@ -54,6 +54,7 @@ def test_a_field_replaces_that_of_the_config():
     assert from_weights(weights_of(GRIFFIN), GRIFFIN, window=9).config == replace(GRIFFIN, window=9)
 
 
+@pytest.mark.slow
 def test_parameters_get_the_widest_dtype_or_that_of_the_caller():
     config = MODELS["RWKV7LanguageModel"]
     weights = {key: array.astype(jnp.bfloat16) for key, array in weights_of(config).items()}

@@ -346,6 +346,7 @@ def test_little_more_than_the_model_is_in_memory(form, small, large, layout, dty
     assert 200 < sum(sizes) < float(run.stdout) < sum(sizes) + max(sizes) + 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -78,6 +78,7 @@ def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
         np.testing.assert_array_equal(array, weights[key].numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"time_major": True, "dropout_rate": 0.5}], ids=str)
 def test_a_placed_layer_runs(mesh, options):
     """It computes as on one device, eagerly and compiled. Dropout draws new masks."""

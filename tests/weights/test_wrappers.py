@@ -93,6 +93,7 @@ def test_a_table_that_is_compared_or_drafted_has_no_row_for_a_wrapped_weight():
         compare(module, port, np.ones((2, 3)), weights=linear("", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_published_layout_looks_wrapped(name):
     for table in abstract(MODELS[name]).torch_layouts().values():
