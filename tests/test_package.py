@@ -158,6 +158,7 @@ def test_the_engine_has_no_import_circle(depth, most_floors):
     assert max(floors.values()) <= most_floors
 
 
+@pytest.mark.slow
 def test_compare_builds_no_registry():
     code = """
 import sys

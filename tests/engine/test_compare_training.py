@@ -192,6 +192,7 @@ def test_a_training_in_float32_has_no_float64():
     assert {a == b for a, b in seen} == {True}
 
 
+@pytest.mark.slow
 def test_multi_steps_accumulate_in_float32_by_default():
     optimizer = optax.MultiSteps(optax.adam(1e-2), 4).gradient_transformation()
     report = train(optimizer, of(optim.Adam, lr=1e-2), accumulate=4, steps=12)

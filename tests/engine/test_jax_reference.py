@@ -252,6 +252,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_rounding_reaches_all_bodies_and_decides_nothing(place):
     (scatter,) = scatters(PLACES[place], X[0], ["float64"])

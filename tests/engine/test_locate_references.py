@@ -107,6 +107,7 @@ class Perceptron(nnx.Module):
         return self.last((1.5 if self.fault == "forward" else 1) * h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [(TorchModel, TOKENS), pytest.param(Perceptron, X, marks=pytest.mark.slow)],

@@ -93,6 +93,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_computes_what_a_loop_over_a_cell_does(kind):
     cell, layer = KINDS[kind]

@@ -46,6 +46,7 @@ def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
     assert location.culprit == mutation.culprit, f"\n{location}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -139,6 +139,7 @@ def numbers(report: Report) -> dict[tuple, float]:
 FAST = ("linear", "tied", "a constant of the model in float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in pairs()],

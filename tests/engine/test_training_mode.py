@@ -224,6 +224,7 @@ class ComplexLinear(nn.Module):
         return (x.to(self.weight.dtype) @ self.weight).abs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conjugated", [True, False])
 def test_complex_weights_are_trained(conjugated):
     def model(w, x):

@@ -44,6 +44,7 @@ def test_without_a_limit_whole_sequences_have_any_length(x64):
         layer(x, state)
 
 
+@pytest.mark.slow
 def test_the_outputs_behind_max_length_are_nan(x64):
     layer, x = build(max_length=6, rngs=nnx.Rngs(0)), np.ones((1, 12, 8))
     with pytest.raises(ValueError, match="x: expected at most max_length=6 steps, got 12"):

@@ -50,6 +50,7 @@ def test_a_of_zero_and_one_load_and_run():
     assert_same(y, torch_y.detach().numpy(), "outputs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("projects", [True, False])
 def test_training_keeps_a_inside(monkeypatch, projects):
     """Without the projection, the steps would leave the interval."""
@@ -71,6 +72,7 @@ def test_training_keeps_a_inside(monkeypatch, projects):
     assert all(inside) == projects
 
 
+@pytest.mark.slow
 def test_a_new_layer_trains_with_clipped_gradients():
     """With "direct" the gradient of `a` is so large that clipping leaves the others nothing."""
     x = np.random.default_rng(0).standard_normal((8, 32, 16)).astype(np.float32)

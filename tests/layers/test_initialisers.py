@@ -45,6 +45,7 @@ def expected(path):
     return P("model") if "bias" in name else P()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SIZES if not re.search("Filter$|Norm$|VAD$", n)])
 def test_axis_names_reach_the_parameters_and_stay(name):
     assert set(specs(nnx.eval_shape(partial(build, name))).values()) == {P()}

@@ -47,6 +47,7 @@ def test_three_layers_both_ways_without_biases_equal_torch_nn(
     assert report.passed, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_is_where_torch_has_it(family, x64):
     """With a rate of 1, and one so near to 1 that no element is kept, nothing is random."""

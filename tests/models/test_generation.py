@@ -68,11 +68,10 @@ KINDS = {
     "cache": "Qwen35LanguageModel",
 }
 """A model for each kind of state. The registry pads all models, but does not generate from them."""
-QUICK = ("recurrence", "context of a long convolution")
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+    "kind", [k if k == "recurrence" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )
 def test_padding_has_no_influence(x64, kind):
     """Each row continues as alone, also where the rows fill a context one after the other."""
@@ -227,6 +226,7 @@ class Sized(GRU):
         self.sizes.append(max_length)
 
 
+@pytest.mark.slow
 def test_caches_have_room_for_the_text():
     """A few sizes, so that few programs are compiled, and at most the model's context."""
     rngs = nnx.Rngs(0)

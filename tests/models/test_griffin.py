@@ -171,6 +171,7 @@ def test_a_config_json_of_another_model_is_refused(change, message):
         GriffinLanguageModelConfig.from_hf(OF_2B | change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "local_attention"])
 def test_scores_that_overflow_show_no_later_step(name):
     """A query whose visible scores are all −∞ has no softmax."""

@@ -162,6 +162,7 @@ def test_a_length_outside_under_jit_is_nan(vad):
         assert not jnp.isnan(leaf[1]).any()
 
 
+@pytest.mark.slow
 def test_digital_silence_has_a_gradient(vad):
     """The square root of the original has the gradient NaN there."""
     gradient = jax.jit(jax.grad(lambda audio: vad(audio)[0].sum()))

@@ -298,6 +298,7 @@ def test_a_size_of_0(shape, method):
     np.testing.assert_array_equal(y, jnp.broadcast_to(array(5), y.shape) + 0 * y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_without_a_key_is_zero(dtype):
     q, k, v = (array(1, 3, 2, 4).astype(dtype) for _ in range(3))

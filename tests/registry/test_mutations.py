@@ -31,6 +31,7 @@ def test_every_kind_of_layer_is_checked():
     assert kinds(CHECKED) == kinds(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [None, "steps equal sequence"])
 def test_a_harmless_change_is_not_caught(check):
     harmless = dataclasses.replace(

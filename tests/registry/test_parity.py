@@ -53,7 +53,7 @@ QUICK = {
     if CASES[name].config is None and architecture != "silero_vad"
 }
 """The first case of each architecture that is a layer, not a model. `make test` also compares these
-in float32, and runs the checks on them."""
+in float32, and runs the basic checks on them."""
 
 
 @rows(CASES, CHECKED.__contains__)
@@ -81,15 +81,16 @@ def test_agrees_with_twin_on_rows_of_several_lengths(name):
     assert_within_bounds(measure_twin(padded, CASES[name].dtypes[:1], platform_here(name)))
 
 
-LATE = (
-    "a document is the same wherever it is",
-    "a document continues in another row and from a file",
-    "jit equals eager",
-    "left padding has no influence",
-    "vmap equals loop",
-    "optimizer follows the same trajectory",
+BASIC = (
+    "state goes back in",
+    "steps equal sequence",
+    "cut equals uncut",
+    "future has no influence and far past has",
+    "padding has no influence",
+    "documents in a row stay apart",
+    "weights make the round trip bit for bit",
 )
-"""The checks that compile most."""
+"""The checks that `make test` runs."""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ LATE = (
             *(name, check),
             marks=[
                 pytest.mark.xdist_group(name),
-                *slow_unless(name in QUICK and check not in LATE),
+                *slow_unless(name in QUICK and check in BASIC),
             ],
         )
         for name, check in COLLECTED

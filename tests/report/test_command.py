@@ -207,6 +207,7 @@ def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch):
         assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["versions", "cases", "damage"])
 def test_a_different_record_is_not_resumed(change, tmp_path):
     path = tmp_path / "other.json"

@@ -97,6 +97,7 @@ def test_the_same_command_resumes_a_killed_run(whole, tmp_path):
     assert not [*(folder / "checkpoints").glob("*.partial")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_early_resumes(whole, tmp_path, monkeypatch, capsys):
     """Its first checkpoint comes before the first evaluation, and later ones by the clock."""
     folder = tmp_path / "run"

@@ -153,6 +153,7 @@ def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "args", "fault"),
     [

@@ -86,6 +86,7 @@ def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeyp
     assert trainer.is_finite(found)
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run(fails_at, tmp_path, capsys):
     """A step that is applied restarts the count in a row. A restart of the process does not."""
     fails_at(6, 8, 9, 10)

@@ -230,6 +230,7 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
     assert len({json.dumps(json.loads(path.read_text())) for path in tokenizers}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "undetermined"), [("lstm", None), ("qwen3_5", "num_key_heads")])
 def test_a_file_without_a_config_says_its_model(name, undetermined, tmp_path):
     """If its weights do not determine a field, the error asks for the options."""

@@ -156,6 +156,7 @@ def in_ascii(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_ascii_takes_the_place_of_what_cannot_be_printed():
     """All commands print through `one_line_errors`."""
     code = """

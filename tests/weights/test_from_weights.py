@@ -43,6 +43,7 @@ def tree_of(weights):
     return tree
 
 
+@pytest.mark.slow
 def test_a_tree_of_flax_is_read():
     weights = weights_of(GRIFFIN, "deepmind")
     for tree in (tree_of(weights), {"params": tree_of(weights)}):

@@ -132,6 +132,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_no_checkpoint_of_the_model_is_refused(name, edit):

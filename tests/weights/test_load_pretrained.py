@@ -143,6 +143,7 @@ def test_every_format_is_read(form, tmp_path):
     assert_same_weights(to_torch(read), weights_of(RWKV7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_are_kept_or_cast(dtype, tmp_path):
     model = RWKV.build(rngs=nnx.Rngs(0), param_dtype=dtype)

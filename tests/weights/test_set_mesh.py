@@ -59,6 +59,7 @@ def assert_placed(layer, mesh, specs=None):
         assert param.get_value().sharding.is_equivalent_to(expected, param.ndim), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, NAMED], ids=["no names", "names"])
 @pytest.mark.parametrize("build", [lstm, lambda options: nnx.eval_shape(lambda: lstm(options))])
 @pytest.mark.parametrize("mesh_set_for", ["build", "load", "both"])

@@ -178,6 +178,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_computes_the_same_and_gives_its_weights_back(name):
     module, build, table, inputs, call = LAYERS[name]
