@@ -76,19 +76,20 @@ for command in ("train", "parity"):
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
-    "jax_models/ops": "jax_models.entry_points jax_models.ops",
+    "jax_models/checks": "jax_models.checks",
+    "jax_models/ops": "jax_models.checks jax_models.entry_points jax_models.ops",
     "jax_models/weights": "jax_models.checks.keywords jax_models.weights",
-    "jax_models/options.py": "jax_models.ops",
+    "jax_models/options.py": "jax_models.checks",
     "jax_models/auto_axes.py": "",
-    "jax_models/call_arguments.py": "jax_models.ops",
+    "jax_models/call_arguments.py": "jax_models.checks jax_models.ops",
     "jax_models/sequence.py": (
-        "jax_models.call_arguments jax_models.auto_axes jax_models.ops jax_models.options "
-        "jax_models.weights"
+        "jax_models.call_arguments jax_models.auto_axes jax_models.checks jax_models.ops "
+        "jax_models.options jax_models.weights"
     ),
     "jax_models/mesh_axes.py": "",
     "jax_models/entry_points.py": "",
     "jax_models/layers": (
-        "jax_models.auto_axes jax_models.mesh_axes jax_models.ops "
+        "jax_models.auto_axes jax_models.checks jax_models.mesh_axes jax_models.ops "
         "jax_models.options jax_models.sequence jax_models.weights jax_models.layers"
     ),
     "jax_models/importers": (
