@@ -23,7 +23,7 @@ from jax_models.ops.rows import DividedMasks, given_rows
 DELTA_RULE = Operator(
     "delta_rule",
     (
-        Form("sequential", sequential.run, ("cpu",)),
+        Form("sequential", sequential.run, ("cpu",), pays=sequential.pays),
         Form("chunked", chunked.run, refusal=chunked.refusal, pays=chunked.pays),
         Form("definition", definition.delta_rule),
     ),
@@ -32,7 +32,7 @@ GATED_DELTA_RULE = Operator(
     "gated_delta_rule",
     (
         Form("chunked", gated_chunked.run, refusal=chunked.refusal, pays=gated_chunked.pays),
-        Form("sequential", sequential.run_gated, ("cpu",)),
+        Form("sequential", sequential.run_gated, ("cpu",), pays=sequential.gated_pays),
         Form("definition", definition.gated_delta_rule),
     ),
 )
@@ -90,14 +90,14 @@ def delta_rule(
         u: the bonus of the current step. None: y reads the state after the step.
         min_log_w: a lower bound, to which a smaller log_w is raised. If it is near 0 (RWKV-7's is
             −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
-        method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
-            matrix products (Yang et al. 2024, arXiv 2406.06484). "auto" is sequential on a CPU or
-            with fewer than 16 steps, and chunked otherwise. With a symbolic number of steps, every
-            method is sequential. All methods compute in at least float32, with the highest
-            precision on a TPU. For the backward pass, "sequential" stores √time states, or all of
-            them if they take at most 4 MiB, and "chunked" stores one every 128 steps. Unless the
-            method is sequential or `reset` is given, a NaN also reaches the outputs of up to 15
-            steps before it.
+        method: the form that runs. "definition" is a plain `lax.scan`. "sequential" is a loop for
+            CPUs. "chunked" computes 16 steps at a time by matrix products (Yang et al. 2024,
+            arXiv 2406.06484). "auto" chooses the form that is likely to be the fastest for the
+            call, on the platform that runs the program. `ops.forms_of` shows the choice. All forms
+            compute in at least float32, with the highest precision on a TPU. For the backward pass,
+            the loops store √time states, or all of them if they take at most 4 MiB, and "chunked"
+            stores one every 128 steps. If "chunked" runs and there is no `reset`, a NaN also
+            reaches the outputs of up to 15 steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
             restarts from zero. With a `time_axis`, the steps of a device turn S into `S M + E`. The
             devices exchange M and E, so that each can compute the S before its own steps and run
@@ -107,7 +107,8 @@ def delta_rule(
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: `lengths` are given with a `time_axis`.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the form that `method` names
+            does not support the call. "chunked" takes no symbolic number of steps.
         TypeError: the dtype of an array is of another kind, only one of a and b is given, or u is
             given together with a and b.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
@@ -176,13 +177,14 @@ def gated_delta_rule(
         state: S before the first step. None: zero.
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
-        method: "sequential" runs one step after the other; "chunked" computes 64 steps at a time by
-            matrix products (Yang et al. 2024, arXiv 2406.06484). "auto" is sequential with fewer
-            than 8 steps, and chunked otherwise. With a symbolic number of steps, every method is
-            sequential. All methods compute in at least float32, with the highest precision on a
-            TPU. For the backward pass, "chunked" stores one state every 64 steps. Unless the method
-            is sequential or `reset` is given, a NaN also reaches the outputs of up to 63 steps
-            before it.
+        method: the form that runs. "definition" is a plain `lax.scan`. "sequential" is a loop for
+            CPUs. "chunked" computes 64 steps at a time by matrix products (Yang et al. 2024,
+            arXiv 2406.06484). "auto" chooses the form that is likely to be the fastest for the
+            call, on the platform that runs the program. `ops.forms_of` shows the choice. All forms
+            compute in at least float32, with the highest precision on a TPU. For the backward pass,
+            the loops store √time states, or all of them if they take at most 4 MiB, and "chunked"
+            stores one every 64 steps. If "chunked" runs and there is no `reset`, a NaN also reaches
+            the outputs of up to 63 steps before it.
         **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
             restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
             how they change any state, and once from the state after the devices before it.
@@ -191,7 +193,8 @@ def gated_delta_rule(
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: `lengths` are given with a `time_axis`.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the form that `method` names
+            does not support the call. "chunked" takes no symbolic number of steps.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, heads is no multiple of key_heads, a length lies outside 0 …
             time, or there is no such method.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum, product
-from jax_models.ops.delta.calls import GatedDeltaRule, GatedSteps, Results, by_head
+from jax_models.ops.delta.calls import GatedDeltaRule, Results
 from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
@@ -22,11 +23,22 @@ SHORTEST = 16
 
 FEW_STEPS = 8
 """With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
+CACHE = 2**19
+"""A size in bytes. A CPU reads and writes a larger state slowly in each step."""
 
 
 def pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
-    """Whether chunks are likely to be faster than one step after the other."""
-    return call.steps.k.shape[1] >= FEW_STEPS
+    """Whether chunks are likely to be faster than one step after the other.
+
+    On a CPU, the forward pass alone is faster step by step. An exception are states that exceed the
+    cache and are not corrected: chunks without a correction need the fewest matrix products.
+    """
+    if call.steps.k.shape[1] < FEW_STEPS:
+        return False
+    if platform != "cpu" or differentiated:
+        return True
+    exceeds_cache = call.state.size * call.state.dtype.itemsize > CACHE
+    return call.steps.beta is None and exceeds_cache
 
 
 def run(call: GatedDeltaRule) -> Results:
@@ -95,84 +107,80 @@ def _gradients(residuals, gradients):
 
 
 def _chunk(call: GatedDeltaRule) -> tuple[Array, Array]:
-    """Runs a chunk, and returns the state after it and its outputs."""
-    steps = call.prepared(call.steps)
-    if steps.beta is None:
-        return uncorrected_chunk(call.state, steps)
-    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), by_head(steps))
-    after, y = corrected_chunk(call.state, *steps)
-    return after, jnp.moveaxis(y, 1, 2)
+    """Computes a chunk by matrix products, and returns the state after it and its outputs.
+
+    S₀ is the state before the chunk, and D_ti, e_t and f_i are those of `_Decays`. Each step adds
+    u_t k_tᵀ to the decayed state:
+
+        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t), or u_t = v_t without β
+        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i
+        S = S₀ Π α + Σ_i f_i u_i k_iᵀ
+
+    The heads of a key head read the same queries and keys, so one product computes q_tᵀ k_i and
+    k_tᵀ k_i for all of them.
+    """
+    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), call.prepared(call.steps))
+    size, key_heads = steps.k.shape[-2], steps.k.shape[1]
+
+    def by_key_head(x):
+        return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])
+
+    q, k, (v, log_w, beta) = *steps[:2], jax.tree.map(by_key_head, steps[2:])
+    state, decays = by_key_head(call.state), _Decays.of(log_w)
+    if beta is None:
+        scores_of_q = einsum("bgtk,bgik->bgti", q, k)
+        found_by_q = einsum("bgtk,bghvk->bghtv", q, state)
+        u = v
+    else:
+        # Queries and keys are stacked: one product reads the keys for both, and one the state.
+        readers = jnp.concatenate([q, k], axis=-2)
+        scores_of_q, scores_of_k = _halves(einsum("bgtk,bgik->bgti", readers, k), size)
+        found_by_q, found_by_k = _halves(einsum("bgtk,bghvk->bghtv", readers, state), size)
+        t, i = step_and_other(size)
+        earlier = jnp.where(i < t, decays.between * scores_of_k[:, :, None], 0)
+        u = _solve(-beta * earlier, beta * (v - decays.from_start * found_by_k))
+    y = decays.from_start * found_by_q + product(decays.between * scores_of_q[:, :, None], u)
+    after = state * decays.fade + einsum("bghiv,bgik->bghvk", decays.to_end * u, k)
+    y = y.reshape(y.shape[0], -1, *y.shape[3:])
+    return after.reshape(call.state.shape), jnp.moveaxis(y, 2, 1)
+
+
+def _halves(x: Array, size: int) -> tuple[Array, Array]:
+    """Splits the results of queries and keys that are stacked."""
+    return x[..., :size, :], x[..., size:, :]
+
+
+class _Decays(NamedTuple):
+    """The decays of a chunk, as products of the decays α of its steps.
+
+    Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
+    that a strong decay costs the other steps no digits, and no exponential overflows.
+    """
+
+    between: Array
+    """D_ti, that of the steps i + 1 … t, and 0 if i > t."""
+    from_start: Array
+    """e_t, that of the steps up to t."""
+    to_end: Array
+    """f_i, that of the steps after i."""
+    fade: Array
+    """Π α, that of all steps."""
+
+    @classmethod
+    def of(cls, log_w: Array) -> "_Decays":
+        """Computes the decays from their logarithms, (…, step, 1)."""
+        t, i = step_and_other(log_w.shape[-2])
+        until = (i <= t).astype(log_w.dtype)
+        between = jnp.exp(product(until, jnp.where(t > i, log_w, 0)))
+        from_start, to_end = (jnp.exp(product(steps, log_w)) for steps in (until, 1 - until))
+        fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
+        return cls(jnp.where(i <= t, between, 0), from_start, to_end, fade)
 
 
 def _of_chunk(call: GatedDeltaRule, state: Array, n) -> GatedDeltaRule:
     """Returns the call of chunk n, which starts from the state."""
     steps = jax.tree.map(partial(_slice, n=n), call.steps)
     return dataclasses.replace(call, steps=steps, state=state)
-
-
-def corrected_chunk(
-    state: Array, q: Array, k: Array, v: Array, log_decay: Array, beta: Array
-) -> tuple[Array, Array]:
-    """Computes a chunk, (batch, heads, step, features), by matrix products.
-
-    S₀ is the state before the chunk. D_ti is the product of the decays α of the steps i + 1 … t,
-    e_t that of the steps up to t, and f_i that of the steps after i. Each step adds u_t k_tᵀ to the
-    decayed state:
-
-        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t)
-        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i
-        S = S₀ Π α + Σ_i f_i u_i k_iᵀ
-
-    Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
-    that a strong decay costs the other steps no digits, and no exponential overflows.
-    """
-    size = k.shape[-2]
-    t, i = step_and_other(size)
-    until = (i <= t).astype(k.dtype)
-    decays = jnp.exp(product(until, jnp.where(t > i, log_decay, 0)))
-    of_start, to_end = (jnp.exp(product(x, log_decay)) for x in (until, 1 - until))
-    # Queries and keys are stacked: one product reads the keys for both, and one the state.
-    readers = jnp.concatenate([q, k], axis=-2)
-    scores = einsum("...tk,...ik->...ti", readers, k)
-    of_q, of_k = (scores[..., at, :] * decays for at in (slice(size), slice(size, None)))
-    found = einsum("...tk,...vk->...tv", readers, state)
-    found_by_q, found_by_k = found[..., :size, :], found[..., size:, :]
-    earlier = -beta * jnp.where(i < t, of_k, 0)
-    u = _solve(earlier, beta * (v - of_start * found_by_k))
-    fade = jnp.exp(jnp.sum(log_decay, axis=-2, keepdims=True))
-    after = state * fade + einsum("...tv,...tk->...vk", u, to_end * k)
-    return after, of_start * found_by_q + product(jnp.where(i <= t, of_q, 0), u)
-
-
-def uncorrected_chunk(state: Array, xs: GatedSteps) -> tuple[Array, Array]:
-    """Computes a chunk, (batch, step, heads, features), of which each step adds v_t k_tᵀ.
-
-        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) v_i
-        S = S₀ Π α + Σ_i f_i v_i k_iᵀ
-
-    The symbols and the sums are those of `corrected_chunk`. The heads of a key head read the same
-    queries and keys, so one product computes q_tᵀ k_i for all of them, and one product reads all
-    their states.
-    """
-    q, k, v, log_decay, _ = xs
-    batch, size, key_heads, keys = k.shape
-    t, i = step_and_other(size)
-    until = (i <= t).astype(k.dtype)
-    by_head = jnp.moveaxis(log_decay, 1, 2)
-    decays = jnp.where(i <= t, jnp.exp(product(until, jnp.where(t > i, by_head, 0))), 0)
-    of_start, to_end = (
-        jnp.exp(einsum("ti,bihx->bthx", steps, log_decay)) for steps in (until, 1 - until)
-    )
-    # The outputs: what the queries read from the state before the chunk, and from its own steps.
-    scores = einsum("btgk,bigk->bgti", q, k)
-    of_steps = decays.reshape(batch, key_heads, -1, size, size) * scores[:, :, None]
-    found = einsum("btgk,bgvk->btgv", q, state.reshape(batch, key_heads, -1, keys))
-    y = of_start * found.reshape(v.shape)
-    y += einsum("bhti,bihv->bthv", of_steps.reshape(decays.shape), v)
-    # The state after the chunk.
-    learned = einsum("btgv,btgk->bgvk", (to_end * v).reshape(batch, size, key_heads, -1), k)
-    fade = jnp.exp(jnp.sum(by_head, axis=2, keepdims=True))
-    return state * fade + learned.reshape(state.shape), y
 
 
 @jax.custom_jvp

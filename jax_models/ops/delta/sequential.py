@@ -15,10 +15,23 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 
+def pays(call: DeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether the loop is likely to be faster than the definition.
+
+    Without a correction, the forward pass of the definition already reads each state only once.
+    """
+    return differentiated or call.steps.a is not None or call.u is not None
+
+
 def run(call: DeltaRule) -> Results:
     """Runs the delta rule."""
     y, last = _run(call.u is None, call.without_reset().steps, call.state)
     return call.with_bonus(y), last
+
+
+def gated_pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether the loop is likely to be faster than the definition, as in `pays`."""
+    return differentiated or call.steps.beta is not None
 
 
 def run_gated(call: GatedDeltaRule) -> Results:
