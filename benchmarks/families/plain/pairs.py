@@ -68,10 +68,8 @@ def draw_gated_delta_rule(rng, batch, time, heads, size):
     """Keys of length 1, and a decay and a rate for each head."""
     arrays = draw_delta_rule(rng, batch, time, heads, size)
     log_decay, beta = arrays["log_w"][..., 0], uniform(rng, 0, 1, batch, time, heads)
-    return {"q": arrays["r"], "k": arrays["k"], "v": arrays["v"]} | {
-        "log_decay": log_decay,
-        "beta": beta,
-    }
+    q, k, v = (arrays[name] for name in "rkv")
+    return {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
 
 
 def draw_state_space(rng, batch, time, groups, heads, head_size, state_size):
