@@ -1,17 +1,21 @@
-"""Gated DeltaNet's recurrence, forward and with its gradients."""
+"""The recurrences of Gated DeltaNet and Mamba-2, forward and with their gradients."""
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.families.plain.plain_versions import gated_delta_step, in_pieces, over_time
 from benchmarks.oracle import in_float64
 from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
 from jax_models.ops import delta_rule, gated_delta_rule
 
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
+DEFINITION, MAMBA2 = "lax.scan", "transformers, Mamba-2"
+BY_HEAD, BY_KEY = "transformers, a decay a head", "transformers, a decay a key"
+STEP_BY_STEP, OURS_BY_KEY = f"{OURS}, sequential", f"{OURS}, delta_rule"
+"""The names of contenders."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Recurrence(Problem):
     heads: int
     head_size: int
     rounds = 5
+    solved_by = (OURS, STEP_BY_STEP, OURS_BY_KEY, DEFINITION, BY_HEAD, BY_KEY)
 
     @property
     def name(self) -> str:
@@ -53,63 +58,79 @@ class Recurrence(Problem):
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):
-        """Computes the plain version in float64.
-
-        Its states are large, so the backward pass keeps only every 128th of them.
-        """
-
-        def run(q, k, v, log_w, rate):
-            xs = q, k, v, log_w, rate
-            return in_pieces(gated_delta_step, self.zeros(), xs, self.time // 128)
-
-        return in_float64(run, self.arrays(), self.cotangent())
-
-    def zeros(self):
-        """The state before the first step."""
-        return jnp.zeros((self.batch, self.heads, self.head_size, self.head_size))
+        """Computes the definition in float64."""
+        return in_float64(partial(rule, "definition"), self.arrays(), self.cotangent())
 
     def targets(self, part, platform):
         """The largest allowed ratios of our time to the peers'."""
         if platform != "cpu" or self.time < 1024:
             return {}
-        forward = {"transformers, a decay a head": 0.7}
-        return forward | {"lax.scan": 0.5} if part == BOTH else forward
+        forward = {BY_HEAD: 0.7}
+        return forward | {DEFINITION: 0.5} if part == BOTH else forward
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpace(Recurrence):
+    """Mamba-2's recurrence: C, B, Δ x and Δ A of these sizes."""
+
+    groups: int
+    state_size: int
+    solved_by = (OURS, DEFINITION, MAMBA2)
+
+    @property
+    def name(self) -> str:
+        """The sizes, in a few words."""
+        return f"Mamba-2, {super().name}, {self.groups} groups, state of {self.state_size}"
+
+    def arrays(self):
+        """C, B, Δ x and Δ A, under the names of the operator."""
+        rng = np.random.default_rng(0)
+        groups = self.batch, self.time, self.groups, self.state_size
+        q, k = rng.standard_normal((2, *groups), np.float32) * np.float32(self.state_size**-0.5)
+        v = rng.standard_normal(self.shape, np.float32)
+        log_w = LEAST_LOG_DECAY * rng.uniform(0.01, 1, self.shape[:3]).astype(np.float32)
+        return {"q": q, "k": k, "v": v, "log_w": log_w}
+
+    def targets(self, part, platform):
+        """The largest allowed ratios of our time to the peers'."""
+        if platform != "cpu" or self.time < 1024:
+            return {}
+        return {MAMBA2: 0.25} if part == BOTH else {DEFINITION: 0.5}
+
+
+def rule(method: str, q, k, v, log_w, rate=None):
+    """The operator for a decay a head."""
+    return gated_delta_rule(q, k, v, log_w, rate, method=method)[0]
 
 
 def problems(quick: bool) -> list[Recurrence]:
-    """Long sequences, or short ones in a quick run.
-
-    For the largest, a plain scan already keeps about 3 GiB for its backward pass, and with the
-    tuned allocator, both workers keep all the memory that they ever used.
-    """
+    """Long sequences, or short ones in a quick run."""
     if quick:
-        return [Recurrence(2, 128, 2, 32)]
-    return [Recurrence(4, 1024, 4, 64), Recurrence(4, 2048, 4, 64), Recurrence(1, 2048, 8, 128)]
+        return [Recurrence(2, 128, 2, 32), StateSpace(1, 128, 4, 32, 2, 64)]
+    return [
+        Recurrence(4, 1024, 4, 64),
+        Recurrence(4, 2048, 4, 64),
+        Recurrence(1, 2048, 8, 128),
+        *(StateSpace(1, 1024, 24, 64, groups, 128) for groups in (1, 8)),
+    ]
 
 
 contenders = Contenders()
 
 
-def _by_method(problem: Recurrence, method):
-    def run(q, k, v, log_w, rate):
-        return gated_delta_rule(q, k, v, log_w, rate, method=method)[0]
-
-    return operator(problem, run)
-
-
 @contenders.jax(OURS)
 def ours(problem: Recurrence):
     """Our operator for a decay a head, with its default options."""
-    return _by_method(problem, "auto")
+    return operator(problem, partial(rule, "auto"))
 
 
-@contenders.jax(f"{OURS}, sequential")
+@contenders.jax(STEP_BY_STEP)
 def ours_sequential(problem: Recurrence):
-    """Our operator with the method for a few steps."""
-    return _by_method(problem, "sequential")
+    """Our operator with its loop for CPUs."""
+    return operator(problem, partial(rule, "sequential"))
 
 
-@contenders.jax(f"{OURS}, delta_rule")
+@contenders.jax(OURS_BY_KEY)
 def ours_by_key(problem: Recurrence):
     """Our operator for a decay a key."""
 
@@ -122,17 +143,13 @@ def ours_by_key(problem: Recurrence):
     return operator(problem, run)
 
 
-@contenders.jax("lax.scan")
-def plain_scan(problem: Recurrence):
-    """The straightforward version in JAX."""
-
-    def run(q, k, v, log_w, rate):
-        return over_time(gated_delta_step, problem.zeros(), (q, k, v, log_w, rate))
-
-    return operator(problem, run)
+@contenders.jax(DEFINITION)
+def definition(problem: Recurrence):
+    """The definition of our operator, which is a plain scan over the steps."""
+    return operator(problem, partial(rule, "definition"))
 
 
-@contenders.torch("transformers, a decay a head")
+@contenders.torch(BY_HEAD)
 def transformers_by_head(problem: Recurrence):
     """Hugging Face's chunks of 64 steps. All features of a head decay at the same rate."""
     from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
@@ -146,7 +163,7 @@ def transformers_by_head(problem: Recurrence):
     )
 
 
-@contenders.torch("transformers, a decay a key")
+@contenders.torch(BY_KEY)
 def transformers_by_key(problem: Recurrence):
     """Hugging Face's Kimi Delta Attention, whose features decay separately, as ours do."""
     from transformers.models.kimi_linear import (  # pyright: ignore[reportMissingImports]
@@ -158,5 +175,22 @@ def transformers_by_key(problem: Recurrence):
 
     def run(q, k, v, log_w, rate):
         return chunked(q * scale, k, v, g=log_w[..., None].expand(k.shape), beta=rate)[0]
+
+    return operator(problem, run)
+
+
+@contenders.torch(MAMBA2)
+def transformers_mamba2(problem: StateSpace):
+    """Hugging Face's chunks of 64 steps, their fastest size. They multiply x by Δ themselves."""
+    import torch
+    from transformers.models.mamba2 import (  # pyright: ignore[reportMissingImports]
+        modeling_mamba2,
+    )
+
+    def run(q, k, v, log_w):
+        A, delta = -torch.ones(problem.heads), -log_w
+        return modeling_mamba2.mamba2_chunk_scan(
+            v / delta[..., None], delta, A, B=k, C=q, chunk_size=64
+        )
 
     return operator(problem, run)

@@ -4,7 +4,12 @@ from jax_models.checks.arguments import checked as _checked
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
-from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule
+from jax_models.ops.delta import (
+    DeltaRuleMethod,
+    GatedDeltaRuleMethod,
+    delta_rule,
+    gated_delta_rule,
+)
 from jax_models.ops.forms import Form, FormTable, forms_of
 from jax_models.ops.gated import LSTMMethod, RecurrentMethod, lstm_stack, recurrent_stack
 from jax_models.ops.gated.definition import (
@@ -20,7 +25,6 @@ from jax_models.ops.gated.definition import (
 from jax_models.ops.gated.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.gated.products import Pair, Product, Step
-from jax_models.ops.gated_delta_rule import GatedDeltaRuleMethod, gated_delta_rule
 from jax_models.ops.gelu import gelu
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.library_function import LibraryFunction

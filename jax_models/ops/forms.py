@@ -80,7 +80,7 @@ class Operator(NamedTuple):
 
     def checked_method(self, method: str) -> str:
         """Returns "auto" or the name of a form, or raises an error."""
-        if method != "auto" and method not in self.forms:
+        if not isinstance(method, str) or method not in ("auto", *self.forms):
             raise ValueError(
                 f"method: expected one of {['auto', *self.forms]}, got {method!r}"
                 f"{broken_packages(ENTRY_POINTS)}"

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_models.ops import delta_rule, gated_delta_rule
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
-METHODS = ("sequential", "chunked")
+METHODS = ("sequential", "chunked", "definition")
 KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention", "gated", "mamba2")
 BATCH, KEY_HEADS, HEADS, KEY, VALUE = 3, 2, 4, 5, 6
 LEAST_LOG_DECAY = -0.6

@@ -137,7 +137,60 @@ def draw_recurrent_stack(cell: str, draw: Draw):
     return run, (x, state, cells), masks
 
 
-CALLS = {"recurrence": (draw_recurrence, CELLS), "recurrent_stack": (draw_recurrent_stack, STACKED)}
+DELTA_RULES = {
+    "any decay": {},
+    "a least log decay": {"min_log_w": -0.6},
+    "no correction": {},
+    "a bonus": {},
+}
+"""Kinds of calls of `delta_rule`, with their options."""
+
+
+def draw_delta_rule(kind: str, draw: Draw):
+    draw.sizes["T"] *= 8  # several chunks
+    masks = draw.masks()
+    removal = ops.l2_normalize(draw.array("B T E I"))
+    arrays = {"r": draw.array("B T E I"), "k": draw.array("B T E I")}
+    arrays |= {"log_w": -jnp.exp(3 * draw.array("B T E I")), "state": draw.array("B E Y I")}
+    if kind == "a bonus":
+        arrays["u"] = draw.array("E I")
+    elif kind != "no correction":
+        arrays |= {"a": -removal, "b": draw.array("B T E I") * removal}
+
+    def run(method, v, arrays):
+        return ops.delta_rule(v=v, **arrays, **DELTA_RULES[kind], **masks, method=method)
+
+    return run, (draw.array("B T E Y"), arrays), masks
+
+
+GATED_DELTA_RULES = {
+    "corrected": {"normalize": True, "scale": 0.3},
+    "not corrected": {},
+    "not corrected, normalized": {"normalize": True, "scale": 0.3},
+}
+"""Kinds of calls of `gated_delta_rule`, with their options."""
+
+
+def draw_gated_delta_rule(kind: str, draw: Draw):
+    draw.sizes["T"] *= 8
+    masks, beta = draw.masks(), kind == "corrected"
+    arrays = {"q": draw.array("B T E I"), "k": draw.array("B T E I")}
+    arrays |= {"log_decay": -jnp.exp(3 * draw.array("B T 2*E")), "state": draw.array("B 2*E Y I")}
+    arrays["beta"] = jax.nn.sigmoid(draw.array("B T 2*E")) if beta else None
+
+    def run(method, v, arrays):
+        options = GATED_DELTA_RULES[kind]
+        return ops.gated_delta_rule(v=v, **arrays, **options, **masks, method=method)
+
+    return run, (draw.array("B T 2*E Y"), arrays), masks
+
+
+CALLS = {
+    "recurrence": (draw_recurrence, CELLS),
+    "recurrent_stack": (draw_recurrent_stack, STACKED),
+    "delta_rule": (draw_delta_rule, DELTA_RULES),
+    "gated_delta_rule": (draw_gated_delta_rule, GATED_DELTA_RULES),
+}
 """For each operator, a function that draws a call, and the kinds of calls to draw.
 
 `draw(kind, Draw(seed))` returns `run(method, *arrays)`, its arrays, and the masks.

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.families.plain.plain_versions import (
-    plain_delta_rule,
     plain_linear_recurrence,
     plain_local_attention,
     plain_min_gru,
     plain_min_lstm,
     plain_modal_conv,
     plain_wkv,
-    plain_wkv6,
     zeros,
 )
 from jax_models import ops
@@ -65,6 +64,31 @@ def draw_wkv6(rng, batch, time, heads, size):
     return arrays | {"u": normal(rng, heads, size)}
 
 
+def draw_gated_delta_rule(rng, batch, time, heads, size):
+    """Keys of length 1, and a decay and a rate for each head."""
+    arrays = draw_delta_rule(rng, batch, time, heads, size)
+    log_decay, beta = arrays["log_w"][..., 0], uniform(rng, 0, 1, batch, time, heads)
+    q, k, v = (arrays[name] for name in "rkv")
+    return {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+
+
+def draw_state_space(rng, batch, time, groups, heads, head_size, state_size):
+    """The C, B, Δ x and Δ A of Mamba-2."""
+    q, k = normal(rng, 2, batch, time, groups, state_size) * np.float32(state_size**-0.5)
+    log_decay = uniform(rng, LEAST_LOG_DECAY, 0, batch, time, heads)
+    return {"q": q, "k": k, "v": normal(rng, batch, time, heads, head_size), "log_decay": log_decay}
+
+
+def by_definition(rule, draw, sizes) -> Pair:
+    """A delta rule, whose plain version is its definition."""
+    return Pair(
+        draw,
+        lambda **arrays: rule(**arrays)[0],
+        lambda **arrays: rule(**arrays, method="definition")[0],
+        sizes,
+    )
+
+
 MATRICES = (
     (1, 17, 1, 16),
     (1, 128, 4, 64),
@@ -78,6 +102,21 @@ MATRICES = (
     (8, 128, 4, 64),
     (16, 64, 2, 64),
     (32, 100, 2, 32),
+)
+
+STATE_SPACES = (
+    (1, 17, 1, 1, 16, 16),
+    (1, 128, 1, 24, 64, 128),
+    (1, 300, 2, 4, 64, 64),
+    (1, 1024, 1, 24, 64, 128),
+    (1, 1024, 8, 24, 64, 128),
+    (1, 1024, 1, 8, 64, 64),
+    (1, 2048, 1, 48, 64, 16),
+    (2, 500, 1, 32, 64, 128),
+    (3, 77, 1, 5, 24, 40),
+    (4, 256, 4, 16, 32, 128),
+    (8, 128, 1, 8, 64, 256),
+    (16, 64, 1, 24, 64, 64),
 )
 
 # RWKV-4
@@ -247,16 +286,15 @@ def our_local_attention(q, k, v, window):
 
 
 PAIRS: Mapping[str, Pair] = {
-    "delta_rule": Pair(
-        draw_delta_rule, lambda **arrays: ops.delta_rule(**arrays)[0], plain_delta_rule, MATRICES
+    "delta_rule": by_definition(ops.delta_rule, draw_delta_rule, MATRICES),
+    "wkv7": by_definition(
+        partial(ops.delta_rule, min_log_w=LEAST_LOG_DECAY), draw_delta_rule, MATRICES
     ),
-    "wkv7": Pair(
-        draw_delta_rule,
-        lambda **arrays: ops.delta_rule(**arrays, min_log_w=LEAST_LOG_DECAY)[0],
-        plain_delta_rule,
-        MATRICES,
+    "wkv6": by_definition(ops.delta_rule, draw_wkv6, MATRICES),
+    "gated_delta_rule": by_definition(ops.gated_delta_rule, draw_gated_delta_rule, MATRICES),
+    "state space": by_definition(
+        partial(ops.gated_delta_rule, beta=None), draw_state_space, STATE_SPACES
     ),
-    "wkv6": Pair(draw_wkv6, lambda **arrays: ops.delta_rule(**arrays)[0], plain_wkv6, MATRICES),
     "wkv": Pair(draw_wkv, lambda **arrays: ops.wkv(**arrays)[0], plain_wkv, ROWS),
     "linear_recurrence": Pair(
         draw_linear_recurrence,

@@ -1,24 +1,70 @@
-"""A chunk of steps of the delta rule as matrix products."""
+"""The form "chunked" of the delta rule, which computes 16 steps at a time by matrix products."""
 
 import dataclasses
 from functools import partial
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum, product
-from jax_models.ops.inverse_of_steps import inverse_of_steps, pairs, step_and_other
+from jax_models.ops.delta.calls import DeltaRule, GatedDeltaRule, Results
+from jax_models.ops.delta.inverse import inverse_of_steps, pairs, step_and_other
 
 LEVELS = 4
 CHUNK = 2**LEVELS
 """The number of steps that are computed by matrix products. With 64, float32 would lose more
 accuracy than torch's loop.
 """
+SEGMENT = 8
+"""The number of chunks between two states that the backward pass stores. It recomputes the others.
+"""
 LARGEST_EXPONENT = 40.0
 """The largest exponent of a factor, for which products of two factors, summed over keys, are
 finite.
 """
+
+
+def refusal(call: DeltaRule | GatedDeltaRule) -> str | None:
+    """Returns why chunks do not support the call, or None if they do."""
+    if is_symbolic_dim(call.steps.k.shape[1]):
+        return "it takes a known number of steps, not a symbolic one of jax.export"
+    return None
+
+
+def pays(call: DeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether chunks are likely to be faster than one step after the other."""
+    return call.steps.k.shape[1] >= CHUNK
+
+
+def run(call: DeltaRule) -> Results:
+    """Computes the steps of a chunk by matrix products, for up to `SEGMENT` chunks at once."""
+    bounded = -call.min_log_w * CHUNK <= LARGEST_EXPONENT and call.reset is None
+    chunk = Chunk(reads_after=call.u is None, bounded=bounded)
+    time = call.steps.k.shape[1]
+    count = min(SEGMENT, -(-time // CHUNK))
+
+    def segment(state, xs):
+        return lax.scan(lambda state, x: across(state, *x), state, chunk.within(*xs))
+
+    by_chunk = jax.tree.map(partial(_by_chunk, count), call.without_reset().steps)
+    last, y = lax.scan(jax.checkpoint(segment, prevent_cse=False), call.state, by_chunk)
+    # From (segments, chunks, batch, heads, step, features) to (batch, time, heads, features).
+    y = jnp.moveaxis(y, (2, 4), (0, 3))
+    return call.with_bonus(y.reshape(y.shape[0], -1, *y.shape[4:])[:, :time]), last
+
+
+def _by_chunk(count: int, x: Array) -> Array:
+    """From (batch, time, heads, features) to (segments, chunks, batch, heads, step, features).
+
+    Zeros fill the last segment.
+    """
+    batch, time, *features = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -time % (count * CHUNK)), (0, 0), (0, 0)])
+    return jnp.moveaxis(x.reshape(batch, -1, count, CHUNK, *features), (0, 3), (2, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +193,6 @@ def across(state, fade, of_start, y, v, k, *corrections):
         u += einsum("...tk,...vk->...tv", u_from_start, state)
         after += einsum("...tv,...tk->...vk", u, b)
     return after, einsum("...tk,...vk->...tv", of_start, state) + y
-
-
-def is_bounded(min_log_w: float | None) -> bool:
-    """Whether the decays of a chunk can be factored if no log decay is below `min_log_w`."""
-    return min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
 
 
 def _scores(readers: Array, writers: Array) -> Array:

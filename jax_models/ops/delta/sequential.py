@@ -1,43 +1,51 @@
-"""The delta rule one step after the other, and its derivative."""
+"""The form "sequential": a loop that reads the state once in each step, and its derivative."""
 
-import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum
+from jax_models.ops.delta.calls import DeltaRule, GatedDeltaRule, Results, Steps, by_head
+from jax_models.ops.delta.definition import over_time
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
-FEW_STATES = 2**22
-"""A size in bytes. If all states take no more than this, storing beats recomputing them."""
+
+def pays(call: DeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether the loop is likely to be faster than the definition.
+
+    Without a correction, the forward pass of the definition already reads each state only once.
+    """
+    return differentiated or call.steps.a is not None or call.u is not None
 
 
-class Steps(NamedTuple):
-    """The arrays of `delta_rule` that have a value for each step."""
-
-    r: Array
-    log_w: Array
-    k: Array
-    v: Array
-    a: Array | None
-    b: Array | None
+def run(call: DeltaRule) -> Results:
+    """Runs the delta rule."""
+    y, last = _run(call.u is None, call.without_reset().steps, call.state)
+    return call.with_bonus(y), last
 
 
-def in_segments(run: Callable, xs: Any, state: Array) -> tuple[Array, Array]:
-    """Scans `run(state, xs) -> (state, y)` over segments, which the backward pass recomputes."""
-    last, y = lax.scan(jax.checkpoint(run, prevent_cse=False), state, xs)
-    return y, last
+def gated_pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether the loop is likely to be faster than the definition, as in `pays`."""
+    return differentiated or call.steps.beta is not None
+
+
+def run_gated(call: GatedDeltaRule) -> Results:
+    """Runs the gated delta rule as a delta rule whose keys decay alike."""
+    q, k, v, log_w, beta = by_head(call.prepared(call.without_reset().steps))
+    log_w = jnp.broadcast_to(log_w, k.shape)
+    if beta is None:
+        return _run(True, Steps(q, log_w, k, v), call.state)
+    learned = beta * k
+    return _run(True, Steps(q, log_w, learned, v, k, -jnp.exp(log_w) * learned), call.state)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
+def _run(reads_after: bool, xs: Steps, state: Array) -> Results:
     """Runs one step after the other, and reads the state only once in each.
 
     If an output reads the state after its step, it is computed together with the next step's
@@ -62,33 +70,20 @@ def sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array
     return y, state.mT
 
 
-@sequential.defjvp
-def _sequential_jvp(reads_after: bool, primals, tangents):
-    return jax.jvp(partial(by_segment, reads_after), primals, tangents)
+@_run.defjvp
+def _run_jvp(reads_after: bool, primals, tangents):
+    return jax.jvp(partial(_by_segment, reads_after), primals, tangents)
 
 
-def by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """Computes the same as `sequential`, in a form that is fast to differentiate.
-
-    For the backward pass, only the state before each of √time segments is stored. The states within
-    a segment are recomputed. If all states take at most `FEW_STATES`, all are stored.
-    """
-    time, state = xs.k.shape[1], state.mT
-    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
-    r = xs.r
+def _by_segment(reads_after: bool, xs: Steps, state: Array) -> Results:
+    """Computes the same as `_run`, in a form that is fast to differentiate."""
+    r, state = xs.r, state.mT
     if reads_after:
-        xs = xs._replace(r=jnp.concatenate([jnp.zeros_like(r[:1]), r[:-1]]))
-    if is_symbolic_dim(time):
-        last, y = lax.scan(_step, state, _Inputs.of(xs))
-    else:
-        states = time * state.size * state.dtype.itemsize
-        few = not is_symbolic_dim(states) and states <= FEW_STATES
-        segments = jax.tree.map(lambda x: split_axis(x, 0, time if few else math.isqrt(time)), xs)
-        y, last = in_segments(partial(lax.scan, _step), _Inputs.of(segments), state)
-        y = y.reshape(-1, *y.shape[2:])[:time]
+        xs = xs._replace(r=jnp.concatenate([jnp.zeros_like(r[:, :1]), r[:, :-1]], axis=1))
+    y, last = over_time(_step, state, _Inputs.of(xs))
     if reads_after:
-        y = jnp.concatenate([y[1:], _read(last, r[-1])[None]])
-    return jnp.moveaxis(y, 0, 1), last.mT
+        y = jnp.concatenate([y[:, 1:], _read(last, r[:, -1])[:, None]], axis=1)
+    return y, last.mT
 
 
 class _Inputs(NamedTuple):
@@ -176,23 +171,3 @@ def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array
 
 def _outer(k: Array, v: Array) -> Array:
     return k[..., :, None] * v[..., None, :]
-
-
-def split_axis(x: Array, axis: int, size: int) -> Array:
-    """Splits an axis into two, (pieces, size), and pads the last piece with zeros."""
-    time = x.shape[axis]
-    pads = [(0, 0)] * x.ndim
-    pads[axis] = (0, -time % size)
-    x = jnp.pad(x, pads)
-    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-
-
-def by_chunk(xs: Any, size: int) -> Any:
-    """From (batch, time, heads, features) to (chunks, batch, heads, step, features)."""
-    return jax.tree.map(lambda x: jnp.moveaxis(split_axis(x, 1, size), (1, 3), (0, 2)), xs)
-
-
-def by_time(y: Array, time: int) -> Array:
-    """From (chunks, batch, heads, step, features) to (batch, time, heads, features)."""
-    y = jnp.moveaxis(y, (0, 2), (1, 3))
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :time]

@@ -1,0 +1,213 @@
+"""The form "chunked" of the gated delta rule, which computes 64 steps at a time."""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_models.ops.affine import einsum, product
+from jax_models.ops.delta.calls import GatedDeltaRule, Results
+from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
+from jax_models.ops.linear_map import linear_map
+from jax_models.ops.shard_map_axes import match_varying_axes
+
+CHUNK = 64
+"""The number of steps that are computed by matrix products."""
+SHORTEST = 16
+"""The chunk of a short sequence has a power of two of steps, at least this many."""
+
+
+FEW_STEPS = 8
+"""With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
+CACHE = 2**19
+"""A size in bytes. A CPU reads and writes a larger state slowly in each step."""
+
+
+def pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
+    """Whether chunks are likely to be faster than one step after the other.
+
+    On a CPU, the forward pass alone is faster step by step. An exception are states that exceed the
+    cache and are not corrected: chunks without a correction need the fewest matrix products.
+    """
+    if call.steps.k.shape[1] < FEW_STEPS:
+        return False
+    if platform != "cpu" or differentiated:
+        return True
+    exceeds_cache = call.state.size * call.state.dtype.itemsize > CACHE
+    return call.steps.beta is None and exceeds_cache
+
+
+def run(call: GatedDeltaRule) -> Results:
+    """Runs the chunks one after the other."""
+    call = call.without_reset()
+    time = call.steps.k.shape[1]
+    size = min(CHUNK, max(SHORTEST, 1 << (time - 1).bit_length()))
+    pad = [(0, 0), (0, -time % size), (0, 0), (0, 0)]
+    steps = jax.tree.map(lambda x: jnp.pad(x, pad), call.steps)
+    y, last = _chunks(dataclasses.replace(call, steps=steps))
+    return y[:, :time], last
+
+
+@jax.custom_jvp
+def _chunks(call: GatedDeltaRule) -> Results:
+    return _run(call, keep=False)[:2]
+
+
+@_chunks.defjvp
+def _chunks_jvp(primals, tangents):
+    """Stores the state before each chunk, and computes the rest of the chunk again."""
+    (call,), (moved,) = primals, tangents
+    y, last, before = _run(call, keep=True)
+    return (y, last), linear_map(_tangents, _gradients, (call, before), moved)
+
+
+def _run(call: GatedDeltaRule, *, keep: bool):
+    def one(carry, n):
+        state, y = carry
+        after, found = _chunk(_of_chunk(call, state, n))
+        return (after, _into_chunk(y, found, n)), state if keep else None
+
+    start = call.state, jnp.zeros(call.steps.v.shape, call.state.dtype)
+    (last, y), before = lax.scan(one, match_varying_axes((start, call))[0], _indices(call))
+    return y, last, before
+
+
+def _tangents(residuals, moved: GatedDeltaRule):
+    call, before = residuals
+
+    def one(carry, n):
+        d_state, d_y = carry
+        primals, tangents = _of_chunk(call, before[n], n), _of_chunk(moved, d_state, n)
+        _, (d_state, found) = jax.jvp(_chunk, (primals,), (tangents,))
+        return (d_state, _into_chunk(d_y, found, n)), None
+
+    start = moved.state, jnp.zeros(moved.steps.v.shape, moved.state.dtype)
+    (d_last, d_y), _ = lax.scan(one, match_varying_axes((start, moved))[0], _indices(call))
+    return d_y, d_last
+
+
+def _gradients(residuals, gradients):
+    (call, before), (d_y, d_last) = residuals, gradients
+
+    def one(carry, n):
+        d_state, d_steps = carry
+        _, pull_back = jax.vjp(_chunk, _of_chunk(call, before[n], n))
+        (found,) = pull_back((d_state, _slice(d_y, n)))
+        d_steps = jax.tree.map(partial(_into_chunk, n=n), d_steps, found.steps)
+        return (found.state, d_steps), None
+
+    start = d_last, jax.tree.map(jnp.zeros_like, call.steps)
+    start = match_varying_axes((start, call, d_y))[0]
+    (d_state, d_steps), _ = lax.scan(one, start, _indices(call), reverse=True)
+    return dataclasses.replace(call, steps=d_steps, state=d_state)
+
+
+def _chunk(call: GatedDeltaRule) -> tuple[Array, Array]:
+    """Computes a chunk by matrix products, and returns the state after it and its outputs.
+
+    S₀ is the state before the chunk, and D_ti, e_t and f_i are those of `_Decays`. Each step adds
+    u_t k_tᵀ to the decayed state:
+
+        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t), or u_t = v_t without β
+        y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i
+        S = S₀ Π α + Σ_i f_i u_i k_iᵀ
+
+    The heads of a key head read the same queries and keys, so one product computes q_tᵀ k_i and
+    k_tᵀ k_i for all of them.
+    """
+    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), call.prepared(call.steps))
+    size, key_heads = steps.k.shape[-2], steps.k.shape[1]
+
+    def by_key_head(x):
+        return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])
+
+    q, k, (v, log_w, beta) = *steps[:2], jax.tree.map(by_key_head, steps[2:])
+    state, decays = by_key_head(call.state), _Decays.of(log_w)
+    if beta is None:
+        scores_of_q = einsum("bgtk,bgik->bgti", q, k)
+        found_by_q = einsum("bgtk,bghvk->bghtv", q, state)
+        u = v
+    else:
+        # Queries and keys are stacked: one product reads the keys for both, and one the state.
+        readers = jnp.concatenate([q, k], axis=-2)
+        scores_of_q, scores_of_k = _halves(einsum("bgtk,bgik->bgti", readers, k), size)
+        found_by_q, found_by_k = _halves(einsum("bgtk,bghvk->bghtv", readers, state), size)
+        t, i = step_and_other(size)
+        earlier = jnp.where(i < t, decays.between * scores_of_k[:, :, None], 0)
+        u = _solve(-beta * earlier, beta * (v - decays.from_start * found_by_k))
+    y = decays.from_start * found_by_q + product(decays.between * scores_of_q[:, :, None], u)
+    after = state * decays.fade + einsum("bghiv,bgik->bghvk", decays.to_end * u, k)
+    y = y.reshape(y.shape[0], -1, *y.shape[3:])
+    return after.reshape(call.state.shape), jnp.moveaxis(y, 2, 1)
+
+
+def _halves(x: Array, size: int) -> tuple[Array, Array]:
+    """Splits the results of queries and keys that are stacked."""
+    return x[..., :size, :], x[..., size:, :]
+
+
+class _Decays(NamedTuple):
+    """The decays of a chunk, as products of the decays α of its steps.
+
+    Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
+    that a strong decay costs the other steps no digits, and no exponential overflows.
+    """
+
+    between: Array
+    """D_ti, that of the steps i + 1 … t, and 0 if i > t."""
+    from_start: Array
+    """e_t, that of the steps up to t."""
+    to_end: Array
+    """f_i, that of the steps after i."""
+    fade: Array
+    """Π α, that of all steps."""
+
+    @classmethod
+    def of(cls, log_w: Array) -> "_Decays":
+        """Computes the decays from their logarithms, (…, step, 1)."""
+        t, i = step_and_other(log_w.shape[-2])
+        until = (i <= t).astype(log_w.dtype)
+        between = jnp.exp(product(until, jnp.where(t > i, log_w, 0)))
+        from_start, to_end = (jnp.exp(product(steps, log_w)) for steps in (until, 1 - until))
+        fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
+        return cls(jnp.where(i <= t, between, 0), from_start, to_end, fade)
+
+
+def _of_chunk(call: GatedDeltaRule, state: Array, n) -> GatedDeltaRule:
+    """Returns the call of chunk n, which starts from the state."""
+    steps = jax.tree.map(partial(_slice, n=n), call.steps)
+    return dataclasses.replace(call, steps=steps, state=state)
+
+
+@jax.custom_jvp
+def _solve(scores: Array, x: Array) -> Array:
+    """Solves (I − A) u = x for scores A that are 0 if i ≥ t."""
+    return product(inverse_of_steps(scores), x)
+
+
+@_solve.defjvp
+def _solve_jvp(primals, tangents):
+    (scores, x), (d_scores, d_x) = primals, tangents
+    inverse = inverse_of_steps(scores)
+    u = product(inverse, x)
+    return u, product(inverse, d_x + product(d_scores, u))
+
+
+def _indices(call: GatedDeltaRule) -> Array:
+    return jnp.arange(call.steps.k.shape[1] // _size(call.steps.k))
+
+
+def _size(x: Array) -> int:
+    return min(CHUNK, x.shape[1])
+
+
+def _slice(x: Array, n) -> Array:
+    return lax.dynamic_slice_in_dim(x, n * _size(x), _size(x), axis=1)
+
+
+def _into_chunk(x: Array, found: Array, n) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, found, n * _size(x), axis=1)
