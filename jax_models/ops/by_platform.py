@@ -22,7 +22,8 @@ def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
     """Calls the form for the platform on which the program runs, or `forms["default"]`.
 
     A form is an implementation for one platform. A form "export" is the one that programs of
-    `jax.export` contain, on every platform.
+    `jax.export` contain, on every platform. The default also runs where another form raises a
+    NotImplementedError when it is lowered, as a kernel does if it does not support the program.
 
     Whereas `jax.lax.platform_dependent` traces every form immediately, this function traces only
     the first form, to find the shapes of the results. The form that runs and its derivatives are
@@ -72,8 +73,13 @@ def _lowering(platform: str):
     def rule(ctx, *leaves, forms: Functions):
         exported = ctx.module_context.lowering_parameters.for_export
         form = dict(forms).get("export") if exported else None
-        form = form or _form(forms, platform)
-        return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+        form, default = form or _form(forms, platform), dict(forms).get("default")
+        try:
+            return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+        except NotImplementedError:
+            if default in (None, form):
+                raise
+        return mlir.lower_fun(default, multiple_results=True)(ctx, *leaves)
 
     return rule
 

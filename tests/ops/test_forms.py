@@ -17,6 +17,7 @@ from jax import export
 from jax_models import GRU, LSTM, RNN, entry_points, ops
 from jax_models.entry_points import DuplicateNameError
 from jax_models.ops import forms
+from jax_models.ops.attention import tiles
 from jax_models.ops.forms import Form, Operator
 from jax_models.ops.rows import Rows
 from parity_tests.engine.bounds.tolerance import assert_same
@@ -137,7 +138,79 @@ def draw_recurrent_stack(cell: str, draw: Draw):
     return run, (x, state, cells), masks
 
 
-CALLS = {"recurrence": (draw_recurrence, CELLS), "recurrent_stack": (draw_recurrent_stack, STACKED)}
+def draw_linear_recurrence(kind: str, draw: Draw):
+    reverse, masks = draw.flag(), draw.masks()
+    arrays = [draw.array(shape) for shape in ("B T H", "B T H", "B H")]
+    if kind == "complex":
+        arrays = [jax.lax.complex(a, draw.array(" ".join(map(str, a.shape)))) for a in arrays]
+
+    def run(method, a, b, h0):
+        return ops.linear_recurrence(a, b, h0, **masks, reverse=reverse, method=method)
+
+    return run, arrays, masks
+
+
+def draw_wkv(kind: str, draw: Draw):
+    masks = draw.masks()
+    arrays = [draw.array(shape) for shape in ("B T H", "B T H", "H", "H", "B H", "B H", "B H")]
+
+    def run(method, k, v, log_w, u, num, log_den, largest):
+        state = ops.WKVState(num, jnp.exp(log_den), largest)
+        w = jnp.exp(log_w)
+        y, (num, den, largest) = ops.wkv(k, v, state, w=w, u=u, **masks, method=method)
+        return y, (num / den, jnp.log(den) + largest)  # the forms may scale the sums differently
+
+    return run, arrays, masks
+
+
+def draw_modal_conv(kind: str, draw: Draw):
+    draw.sizes["T"] *= 5  # several chunks
+    masks = {name: mask for name, mask in draw.masks().items() if name == kind}
+    v, modes, poles, residues, skip = (
+        draw.array(shape) for shape in ("B T I", "B I H 2", "I H 2", "I H 2", "I")
+    )
+
+    def run(method, v, modes, poles, residues, skip):
+        poles = 0.7 * jnp.tanh(poles)  # inside the unit circle
+        weights = {"poles": poles, "residues": residues, "skip": skip}
+        return ops.modal_conv(v, ops.ModalConvState(modes), **weights, **masks, method=method)
+
+    return run, (v, modes, poles, residues, skip), masks
+
+
+def draw_attention(kind: str, draw: Draw):
+    draw.sizes["T"] += 20  # several tiles
+    masks = draw.masks() if kind == "local" else {}
+    position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
+    shapes = "B T 4 P", "B T 2 P", "B T 2 P", "B H 2 P", "B H 2 P"
+
+    def run(method, q, k, v, keys, values):
+        if kind == "whole":
+            return ops.attention(q, k, v, method=method), ()
+        state = ops.LocalAttentionState(position, keys, values)
+        y, last = ops.local_attention(q, k, v, state, **masks, method=method)
+        return y, (last.keys, last.values)
+
+    return run, [draw.array(shape) for shape in shapes], masks
+
+
+def draw_long_conv(kind: str, draw: Draw):
+    def run(method, v, h, skip):
+        y = ops.long_conv(jnp.swapaxes(v, 1, 2), h, skip, method=method)
+        return jnp.swapaxes(y, 1, 2), ()
+
+    return run, [draw.array(shape) for shape in ("B T I", "I T", "I")], {}
+
+
+CALLS = {
+    "recurrence": (draw_recurrence, CELLS),
+    "recurrent_stack": (draw_recurrent_stack, STACKED),
+    "linear_recurrence": (draw_linear_recurrence, ("real", "complex")),
+    "wkv": (draw_wkv, ("real",)),
+    "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
+    "attention": (draw_attention, ("whole", "local")),
+    "long_conv": (draw_long_conv, ("real",)),
+}
 """For each operator, a function that draws a call, and the kinds of calls to draw.
 
 `draw(kind, Draw(seed))` returns `run(method, *arrays)`, its arrays, and the masks.
@@ -151,9 +224,12 @@ FORMS = [
 ]
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("operator", "form", "kind", "seed"), FORMS)
-def test_equals_the_definition(operator, form, kind, seed, x64):
+def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     """Results and gradients agree in float64. Results in the padding do not matter."""
+    monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(tiles, "LARGE_TILE", 16)
     run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
     rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))
 
