@@ -1,11 +1,12 @@
 """The diagonal recurrence, `h_t = a_t ⊙ h_{t−1} + b_t`."""
 
 import math
+from functools import partial
 
 import jax
 import numpy as np
 
-from benchmarks.families.plain.plain_versions import plain_linear_recurrence
+from benchmarks.families.plain.pairs import run_linear_recurrence
 from benchmarks.oracle import in_float64
 from benchmarks.problem import FORWARD, OURS, Contenders, Sequences, Work, operator
 from jax_models.ops import linear_recurrence
@@ -23,8 +24,10 @@ class Diagonal(Sequences):
         }
 
     def oracle(self):
-        """Computes the plain version in float64."""
-        return in_float64(plain_linear_recurrence, self.arrays(), self.cotangent())
+        """Computes the definition in float64."""
+        return in_float64(
+            partial(run_linear_recurrence, "definition"), self.arrays(), self.cotangent()
+        )
 
     def work(self, part):
         """Reads a and b, writes h; backward reads a, h and its gradient, writes two gradients."""
@@ -58,12 +61,6 @@ def ours(problem: Diagonal):
 def ours_associative(problem: Diagonal):
     """Our operator with the method for a time axis that must be parallel."""
     return operator(problem, lambda a, b: linear_recurrence(a, b, method="associative")[0])
-
-
-@contenders.jax(f"{OURS}, chunked")
-def ours_chunked(problem: Diagonal):
-    """Our operator in √T chunks."""
-    return operator(problem, lambda a, b: linear_recurrence(a, b, method="chunked")[0])
 
 
 @contenders.jax("recurrentgemma")

@@ -1,10 +1,11 @@
 """RWKV-4's average of the past."""
 
 import math
+from functools import partial
 
 import numpy as np
 
-from benchmarks.families.plain.plain_versions import plain_wkv
+from benchmarks.families.plain.pairs import run_wkv
 from benchmarks.oracle import in_float64
 from benchmarks.problem import FORWARD, OURS, Contenders, Sequences, Work, operator
 from jax_models.ops import wkv
@@ -21,8 +22,8 @@ class WKV(Sequences):
         return {"k": k, "v": v, "w": w, "u": rng.standard_normal(self.features, np.float32)}
 
     def oracle(self):
-        """Computes the plain version in float64."""
-        return in_float64(plain_wkv, self.arrays(), self.cotangent())
+        """Computes the definition in float64."""
+        return in_float64(partial(run_wkv, "definition"), self.arrays(), self.cotangent())
 
     def work(self, part):
         """Reads k, v, writes y; backward reads k, v, y and its gradient, writes two gradients."""
@@ -60,8 +61,8 @@ def ours_associative(problem: WKV):
 
 @contenders.jax("lax.scan")
 def plain_scan(problem: WKV):
-    """The straightforward version in JAX."""
-    return operator(problem, plain_wkv)
+    """The straightforward version in JAX, which is the definition."""
+    return operator(problem, partial(run_wkv, "definition"))
 
 
 @contenders.torch("transformers")

@@ -2,8 +2,17 @@
 
 from jax_models.checks.arguments import checked as _checked
 from jax_models.ops.affine import affine, carry_dtype
-from jax_models.ops.attention import attention
-from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
+from jax_models.ops.attention import AttentionMethod, attention
+from jax_models.ops.attention.definition import LocalAttentionState
+from jax_models.ops.attention.local_attention import local_attention
+from jax_models.ops.conv import LongConvMethod, long_conv
+from jax_models.ops.conv.causal_conv import CausalConv1DState, causal_conv, delayed
+from jax_models.ops.conv.online_conv import (
+    LongConvState,
+    empty_long_conv_state,
+    long_conv_state,
+    online_conv,
+)
 from jax_models.ops.delta import (
     DeltaRuleMethod,
     GatedDeltaRuleMethod,
@@ -28,27 +37,20 @@ from jax_models.ops.gated.products import Pair, Product, Step
 from jax_models.ops.gelu import gelu
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.library_function import LibraryFunction
+from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.linear.min_rnn import MinRNNState, min_gru, min_lstm
+from jax_models.ops.linear.modal_conv import ModalConvMethod, ModalConvState, modal_conv
+from jax_models.ops.linear.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
+from jax_models.ops.linear.wkv import WKVMethod, empty_wkv_state, wkv
+from jax_models.ops.linear.wkv.sums import WKVState
 from jax_models.ops.linear_map import linear_map as _linear_map
-from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
-from jax_models.ops.local_attention import LocalAttentionState, local_attention
-from jax_models.ops.long_conv import LongConvMethod, long_conv
-from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
-from jax_models.ops.modal_conv import ModalConvState, modal_conv
-from jax_models.ops.online_conv import (
-    LongConvState,
-    empty_long_conv_state,
-    long_conv_state,
-    online_conv,
-)
-from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
 from jax_models.ops.rotary import rotary
 from jax_models.ops.rows import Rows
 from jax_models.ops.rows import document_ends as _document_ends
-from jax_models.ops.scaled_sums import WKVState
 from jax_models.ops.softplus import softplus
-from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 
 __all__ = [
+    "AttentionMethod",
     "CausalConv1DState",
     "DeltaRuleMethod",
     "Form",
@@ -65,6 +67,7 @@ __all__ = [
     "LongConvMethod",
     "LongConvState",
     "MinRNNState",
+    "ModalConvMethod",
     "ModalConvState",
     "Nonlinearity",
     "Pair",

@@ -4,12 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array
-
-from jax_models.ops.linear_map import linear_map
 
 Function = Callable[..., Sequence[Array]]
 Functions = tuple[tuple[str, Function], ...]
@@ -22,12 +19,13 @@ def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
     """Calls the form for the platform on which the program runs, or `forms["default"]`.
 
     A form is an implementation for one platform. A form "export" is the one that programs of
-    `jax.export` contain, on every platform.
+    `jax.export` contain, on every platform. The default also runs where another form raises a
+    NotImplementedError when it is lowered, as a kernel does if it does not support the program.
 
     Whereas `jax.lax.platform_dependent` traces every form immediately, this function traces only
-    the first form, to find the shapes of the results. The form that runs and its derivatives are
-    traced when the program is lowered, with the matrix precision of this call. All forms must
-    return the same tree of floating or complex arrays.
+    the first form, to find the shapes of the results. The form that runs is traced when the program
+    is lowered, with the matrix precision of this call. All forms must return the same tree of
+    floating or complex arrays. There is no derivative: callers give one by `jax.custom_jvp`.
     """
     leaves, structure = jax.tree.flatten(args)
     precision = jax.default_matmul_precision.value
@@ -72,50 +70,15 @@ def _lowering(platform: str):
     def rule(ctx, *leaves, forms: Functions):
         exported = ctx.module_context.lowering_parameters.for_export
         form = dict(forms).get("export") if exported else None
-        form = form or _form(forms, platform)
-        return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+        form, default = form or _form(forms, platform), dict(forms)["default"]
+        try:
+            return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+        except NotImplementedError:
+            if form is default:
+                raise
+        return mlir.lower_fun(default, multiple_results=True)(ctx, *leaves)
 
     return rule
-
-
-def _derivative(
-    derivative: Callable[..., Any], forms: Functions, inexact: tuple[int, ...], leaves, others
-) -> list[Array]:
-    """Binds `derivative(form, inexact arguments, others)` for each form.
-
-    Only the derivative of the form that runs is traced.
-    """
-
-    def derivative_of(form):
-        def bound(*args):
-            leaves = list(args[: -len(others)])
-
-            def run_on_floats(*floats):
-                for i, leaf in zip(inexact, floats, strict=True):
-                    leaves[i] = leaf
-                return form(*leaves)
-
-            floats = [leaves[i] for i in inexact]
-            return derivative(run_on_floats, floats, list(args[-len(others) :]))
-
-        return bound
-
-    return _bind([*leaves, *others], {name: derivative_of(form) for name, form in forms})
-
-
-def _tangent(*args):
-    return _derivative(lambda form, x, tangents: jax.jvp(form, x, tangents)[1], *args)
-
-
-def _gradient(*args):
-    return _derivative(lambda form, x, gradients: jax.vjp(form, *x)[1](gradients), *args)
-
-
-def _jvp(primals, tangents, *, forms: Functions):
-    inexact = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
-    floating_tangents = [ad.instantiate_zeros(tangents[i]) for i in inexact]
-    y = by_platform_p.bind(*primals, forms=forms)
-    return y, linear_map(_tangent, _gradient, list(primals), floating_tangents, forms, inexact)
 
 
 def _batch(leaves, axes, *, forms: Functions):
@@ -123,7 +86,6 @@ def _batch(leaves, axes, *, forms: Functions):
     return y, [0] * len(y)
 
 
-ad.primitive_jvps[by_platform_p] = _jvp
 batching.primitive_batchers[by_platform_p] = _batch
 mlir.register_lowering(by_platform_p, _lowering("default"))
 for _platform in ("cpu", "cuda", "tpu"):

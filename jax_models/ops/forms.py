@@ -4,6 +4,7 @@ A form is one way to compute an operator, such as a kernel or a plain `lax.scan`
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 
 from jax_models.entry_points import broken_packages, by_name, failures_as_warnings
 from jax_models.ops.by_platform import by_platform
@@ -23,6 +25,8 @@ An entry point names a module whose `FORMS` maps the name of an operator to a tu
 
 PLATFORMS = ("cpu", "cuda", "tpu", "default")
 """The platforms for which a form is chosen. "default" stands for all others."""
+ACCELERATORS = PLATFORMS[1:]
+"""All platforms but the CPU."""
 
 
 def never_refuses(call: Any) -> None:
@@ -72,6 +76,12 @@ class Operator(NamedTuple):
     """
     other_forms: tuple[Form, ...] = ()
     """What `not_installed` returns for the known forms of other packages."""
+    derivative: Callable[["Operator", str, Any, Any], tuple[Any, Any]] | None = None
+    """`derivative(operator, method, call, d_call)` returns the results and their tangents, from the
+    call and its tangents. It runs the operator, by the same method. All forms but the definition
+    share this derivative, so that a form has none of its own, and only forms that run are traced.
+    None: JAX differentiates each form.
+    """
 
     @property
     def forms(self) -> Mapping[str, Form]:
@@ -108,9 +118,13 @@ class Operator(NamedTuple):
             if reason := form.refusal(call):
                 other = next(f for f in self.own_forms if not f.platforms and not f.refusal(call))
                 raise NotImplementedError(f"method={method!r}: {reason}; use method={other.name!r}")
-            return form.run(call)
+            if self.derivative is None or form is self.own_forms[-1]:
+                return form.run(call)
+            return _compiled_with_derivative(self, method, (("default", form),), call)
         supported = [form for form in self.forms.values() if form.refusal(call) is None]
         plain = _by_platform(supported, call, differentiated=False)
+        if self.derivative is not None:
+            return _compiled_with_derivative(self, method, plain, call)
         derived = _by_platform(supported, call, differentiated=True)
         if plain == derived and len(plain) == 1:
             return plain[0][1].run(call)
@@ -165,7 +179,7 @@ def _run(plain: Choice, derived: Choice, call: Any) -> Any:
 
 @partial(_run.defjvp, symbolic_zeros=True)
 def _run_jvp(plain: Choice, derived: Choice, primals, tangents):
-    """Traces all forms, because the derivative of `by_platform` would run each of them twice."""
+    """Traces all forms, because a derivative by `by_platform` would run the forward pass twice."""
     leaves, structure = jax.tree.flatten(primals)
     tangents = jax.tree.leaves(tangents)
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
@@ -183,6 +197,22 @@ _compiled = jax.jit(_run, static_argnums=(0, 1))
 """Compiles once for all equal calls outside of `jax.jit`."""
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _run_with_derivative(operator: Operator, method: str, choice: Choice, call: Any) -> Any:
+    if len(choice) == 1:
+        return choice[0][1].run(call)
+    return by_platform(call, **{platform: form.run for platform, form in choice})
+
+
+@_run_with_derivative.defjvp
+def _derivative_of_operator(operator: Operator, method: str, choice: Choice, primals, tangents):
+    assert operator.derivative is not None
+    return operator.derivative(operator, method, *primals, *tangents)
+
+
+_compiled_with_derivative = jax.jit(_run_with_derivative, static_argnums=(0, 1, 2))
+
+
 def runs_on_one_device(platform: str) -> bool:
     """Whether the program runs on one device of a platform, or on several by `jax.shard_map`.
 
@@ -191,6 +221,11 @@ def runs_on_one_device(platform: str) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     by_hand = not mesh.empty and mesh.are_all_axes_manual
     return by_hand or num_devices(platform) == 1
+
+
+def known_size(*axes: Any) -> int:
+    """The product of sizes, or 0 if one of them is symbolic."""
+    return 0 if any(map(is_symbolic_dim, axes)) else math.prod(axes)
 
 
 def num_devices(platform: str) -> int:

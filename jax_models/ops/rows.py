@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Annotated, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,11 @@ class DividedScanMasks(ScanMasks, DividedMasks, total=False):
 def given_rows(masks: Masks) -> Rows:
     """Returns the `Rows` among the masks that `checked` passes to an operator."""
     return masks.get("rows") or Rows()
+
+
+def steps_first(tree: Any) -> Any:
+    """Swaps the axes of batch and time in all arrays of a tree."""
+    return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), tree)
 
 
 def reverse_time(

@@ -222,6 +222,6 @@ MUTATIONS = [
         plant=replaced("jax_models.ops.Rows.positions", positions_that_go_on),
         check=DOCUMENTS,
     ),
-    *mask_ignored("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),
+    *mask_ignored("RGLRU of blocks", "jax_models.ops.linear.rg_lru.linear_recurrence"),
     *mask_ignored("LocalAttention", "jax_models.ops.local_attention"),
 ]

@@ -49,10 +49,10 @@ CASES = [
 ]
 
 
-def over_the_features(fft_conv):
+def over_the_features(convolve):
     """Convolves along the features, so that no step sees another one."""
     return lambda method, v, h: jnp.swapaxes(
-        fft_conv(method, jnp.swapaxes(v, 1, 2), jnp.swapaxes(h, 0, 1)), 1, 2
+        convolve(method, jnp.swapaxes(v, 1, 2), jnp.swapaxes(h, 0, 1)), 1, 2
     )
 
 
@@ -61,9 +61,9 @@ def around_a_circle(_):
     return lambda method, v, h: jnp.fft.irfft(jnp.fft.rfft(v) * jnp.fft.rfft(h)[None], v.shape[-1])
 
 
-def over_the_rows(fft_conv):
+def over_the_rows(convolve):
     """Adds a little of another row to each row."""
-    return lambda method, v, h: fft_conv(method, v + 1e-6 * jnp.roll(v, 1, axis=0), h)
+    return lambda method, v, h: convolve(method, v + 1e-6 * jnp.roll(v, 1, axis=0), h)
 
 
 def silenced(function):
@@ -77,7 +77,7 @@ def train_times(layer):
 
 
 explicit, plain = "AuthenticHyenaBlock, explicit, order 2", "HyenaBlock, order 1, kernel 4"
-convolutions = [f"jax_models.ops.{module}.fft_conv" for module in ("long_conv", "online_conv")]
+convolutions = [f"jax_models.ops.{module}.convolve" for module in ("conv", "conv.online_conv")]
 
 MUTATIONS = [
     Mutation(
@@ -107,7 +107,7 @@ MUTATIONS = [
             f"online convolution without its {name}",
             plain,
             "states and masks",
-            replaced(f"jax_models.ops.online_conv.{function}", silenced),
+            replaced(f"jax_models.ops.conv.online_conv.{function}", silenced),
             STEPS,
         )
         for name, function in (("tiles", "_tile"), ("steps ahead", "_ahead"))

@@ -166,7 +166,7 @@ MUTATIONS = [
         of_mixer(
             f"online convolution without its {name}",
             kind="states and masks",
-            plant=replaced(f"jax_models.ops.online_conv.{function}", silenced),
+            plant=replaced(f"jax_models.ops.conv.online_conv.{function}", silenced),
             check=STEPS,
         )
         for name, function in (("tiles", "_tile"), ("steps ahead", "_ahead"))

@@ -35,6 +35,6 @@ MUTATIONS = [
     *(
         fault
         for case in ("MinGRU", "MinLSTM")
-        for fault in mask_ignored(case, "jax_models.ops.min_rnn.linear_recurrence")
+        for fault in mask_ignored(case, "jax_models.ops.linear.min_rnn.linear_recurrence")
     ),
 ]

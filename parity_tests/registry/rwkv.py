@@ -39,11 +39,6 @@ CASES = [
         partial(RWKVTimeMix, 5, method="associative"),
         partial(torch_ref.RWKVTimeMix, 5),
     ),
-    rwkv(
-        "RWKVTimeMix by kernel, interpreted",
-        partial(RWKVTimeMix, 5, method="pallas_interpreted"),
-        partial(torch_ref.RWKVTimeMix, 5),
-    ),
     rwkv("RWKVChannelMix", partial(RWKVChannelMix, 5, 7), reach=2),
     rwkv("RWKVBlock", partial(RWKVBlock, 5, 7)),
     rwkv("RWKVLanguageModel", config.build, architecture="rwkv_language_model", twin_state=False),

@@ -1,7 +1,6 @@
 """The modal convolution in chunks, and StripedHyena's layers compared with their twins."""
 
 from functools import partial
-from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from flax import nnx
 
 from jax_models import StripedHyenaMixer
 from jax_models.ops import ModalConvState, modal_conv
-from jax_models.ops.modal_conv import CHUNK
+from jax_models.ops.linear.modal_conv.chunked import CHUNK
 from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 
 BATCH, FEATURES, MODES = 3, 4, 5
@@ -49,19 +48,17 @@ def loop(v, modes, weights, lengths, reset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["_sequential", "_chunked"])
+@pytest.mark.parametrize("form", ["definition", "chunked"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("time", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
-def test_steps_and_chunks_are_the_recurrence(x64, monkeypatch, time, masked, form):
-    module = import_module("jax_models.ops.modal_conv")
-    monkeypatch.setattr(module, "_modal_conv", getattr(module, form))
+def test_steps_and_chunks_are_the_recurrence(x64, time, masked, form):
     v, modes, weights = problem(time)
     lengths = np.array([time, min(time, CHUNK), time // 2] if masked else [time] * BATCH)
     reset = np.random.default_rng(0).random((BATCH, time)) < 0.1 * masked
     masks = {"lengths": lengths, "reset": reset}
     run = jax.jit(
         lambda v, modes: modal_conv(
-            v, ModalConvState(modes), **weights, **(masks if masked else {})
+            v, ModalConvState(modes), **weights, **(masks if masked else {}), method=form
         )
     )
     y, state = run(v, modes)

@@ -141,9 +141,9 @@ ALL = [
     # Reverse mode of a reverse recurrence is a forward one, so both directions are tested.
     *(
         (of_real_numbers, {"method": m, "reverse": True})
-        for m in ("auto", "associative", "chunked", "pallas_interpreted")
+        for m in ("auto", "associative", "definition", "pallas")
     ),
-    *((of_complex_numbers, {"method": m}) for m in ("associative", "chunked")),
+    (of_complex_numbers, {"method": "associative"}),
     *((cell, {"reverse": True}) for cell in (gru, projected_lstm)),
     *((cell, {}) for cell in (rnn, lstm)),
     (modal_conv, {"reset": RESET}),
@@ -166,6 +166,7 @@ def arguments(operator):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("operator", "options"), ALL)
 def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, operator, options):
     args, operator = arguments(operator), partial(operator, **options)

@@ -17,6 +17,7 @@ from jax import export
 from jax_models import GRU, LSTM, RNN, entry_points, ops
 from jax_models.entry_points import DuplicateNameError
 from jax_models.ops import forms
+from jax_models.ops.attention import tiles
 from jax_models.ops.forms import Form, Operator
 from jax_models.ops.rows import Rows
 from parity_tests.engine.bounds.tolerance import assert_same
@@ -185,11 +186,80 @@ def draw_gated_delta_rule(kind: str, draw: Draw):
     return run, (draw.array("B T 2*E Y"), arrays), masks
 
 
+def draw_linear_recurrence(kind: str, draw: Draw):
+    reverse, masks = draw.flag(), draw.masks()
+    arrays = [draw.array(shape) for shape in ("B T H", "B T H", "B H")]
+    if kind == "complex":
+        arrays = [jax.lax.complex(a, draw.array(" ".join(map(str, a.shape)))) for a in arrays]
+
+    def run(method, a, b, h0):
+        return ops.linear_recurrence(a, b, h0, **masks, reverse=reverse, method=method)
+
+    return run, arrays, masks
+
+
+def draw_wkv(kind: str, draw: Draw):
+    masks = draw.masks()
+    arrays = [draw.array(shape) for shape in ("B T H", "B T H", "H", "H", "B H", "B H", "B H")]
+
+    def run(method, k, v, log_w, u, num, log_den, largest):
+        state = ops.WKVState(num, jnp.exp(log_den), largest)
+        w = jnp.exp(log_w)
+        y, (num, den, largest) = ops.wkv(k, v, state, w=w, u=u, **masks, method=method)
+        return y, (num / den, jnp.log(den) + largest)  # the forms may scale the sums differently
+
+    return run, arrays, masks
+
+
+def draw_modal_conv(kind: str, draw: Draw):
+    draw.sizes["T"] *= 5  # several chunks
+    masks = {name: mask for name, mask in draw.masks().items() if name == kind}
+    v, modes, poles, residues, skip = (
+        draw.array(shape) for shape in ("B T I", "B I H 2", "I H 2", "I H 2", "I")
+    )
+
+    def run(method, v, modes, poles, residues, skip):
+        poles = 0.7 * jnp.tanh(poles)  # inside the unit circle
+        weights = {"poles": poles, "residues": residues, "skip": skip}
+        return ops.modal_conv(v, ops.ModalConvState(modes), **weights, **masks, method=method)
+
+    return run, (v, modes, poles, residues, skip), masks
+
+
+def draw_attention(kind: str, draw: Draw):
+    draw.sizes["T"] += 20  # several tiles
+    masks = draw.masks() if kind == "local" else {}
+    position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
+    shapes = "B T 4 P", "B T 2 P", "B T 2 P", "B H 2 P", "B H 2 P"
+
+    def run(method, q, k, v, keys, values):
+        if kind == "whole":
+            return ops.attention(q, k, v, method=method), ()
+        state = ops.LocalAttentionState(position, keys, values)
+        y, last = ops.local_attention(q, k, v, state, **masks, method=method)
+        return y, (last.keys, last.values)
+
+    return run, [draw.array(shape) for shape in shapes], masks
+
+
+def draw_long_conv(kind: str, draw: Draw):
+    def run(method, v, h, skip):
+        y = ops.long_conv(jnp.swapaxes(v, 1, 2), h, skip, method=method)
+        return jnp.swapaxes(y, 1, 2), ()
+
+    return run, [draw.array(shape) for shape in ("B T I", "I T", "I")], {}
+
+
 CALLS = {
     "recurrence": (draw_recurrence, CELLS),
     "recurrent_stack": (draw_recurrent_stack, STACKED),
     "delta_rule": (draw_delta_rule, DELTA_RULES),
     "gated_delta_rule": (draw_gated_delta_rule, GATED_DELTA_RULES),
+    "linear_recurrence": (draw_linear_recurrence, ("real", "complex")),
+    "wkv": (draw_wkv, ("real",)),
+    "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
+    "attention": (draw_attention, ("whole", "local")),
+    "long_conv": (draw_long_conv, ("real",)),
 }
 """For each operator, a function that draws a call, and the kinds of calls to draw.
 
@@ -204,9 +274,12 @@ FORMS = [
 ]
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("operator", "form", "kind", "seed"), FORMS)
-def test_equals_the_definition(operator, form, kind, seed, x64):
+def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     """Results and gradients agree in float64. Results in the padding do not matter."""
+    monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(tiles, "LARGE_TILE", 16)
     run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
     rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))
 
@@ -275,6 +348,21 @@ def test_auto_chooses_by_platform_call_and_derivative():
     np.testing.assert_array_equal(jax.vmap(jax.grad(loss))(x[None]), 18 * x[None])
     with jax.disable_jit():
         np.testing.assert_array_equal(scale(x), 2 * x)
+
+
+def test_all_forms_but_the_definition_share_a_derivative(compilations):
+    def derivative(operator, method, call, d_call):
+        return operator(call, method), 100 * d_call.x  # so that one sees where it is used
+
+    shared = SCALE._replace(derivative=derivative)
+    x = jnp.arange(3.0)
+    for method, factor, slope in (("auto", 2, 100), ("derived", 3, 100), ("definition", 1, 1)):
+        run = lambda x: shared(Scale(x, jnp.zeros((), jnp.int32)), method).sum()  # noqa: B023, E731
+        np.testing.assert_array_equal(run(x), 3 * factor)
+        np.testing.assert_array_equal(jax.grad(run)(x), np.full(3, slope))
+        compilations.clear()
+        jax.grad(run)(x + 1)
+        assert len(compilations) <= 1  # the sum
 
 
 def test_a_program_for_another_platform_has_the_form_for_that_platform():

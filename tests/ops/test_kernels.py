@@ -1,7 +1,6 @@
 """The operators' own kernels, on a machine without a TPU or a GPU."""
 
 import itertools
-import sys
 from functools import partial
 
 import jax
@@ -13,10 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_models.ops import WKVState, wkv
-from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
-from jax_models.ops.kernels.row_scan import row_scan
-from jax_models.ops.linear_recurrence import linear_recurrence
+from jax_models.ops import WKVState, linear_recurrence, wkv
+from jax_models.ops.linear import pallas
+from jax_models.ops.linear.kernels import row_scan_gpu, row_scan_tpu
 from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 from parity_tests.engine.problem import in_every_dtype
 
@@ -78,6 +76,7 @@ features, the masked one into blocks of 2 rows with all features."""
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("operator", "size", "masked"),
     [
@@ -103,7 +102,7 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capf
     run = partial(results_and_gradients, operator, x, **options)
     plain = run(jnp.float32, method="sequential")
     with pltpu.force_tpu_interpret_mode(POISONED):
-        ours = run(jnp.float32, method="pallas_interpreted")
+        ours = run(jnp.float32, method="pallas")
     with jax.enable_x64(True):
         exact = run(jnp.float64, method="sequential")
     active = np.arange(time) < np.asarray(options.get("lengths", [time] * batch))[:, None]
@@ -124,21 +123,18 @@ def total_and_product(state, x, y):
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("time", [1, 37])
-def test_gpu_kernel_interpreted(x64, time, reverse):
+def test_kernels_interpreted(x64, time, reverse):
     rng = np.random.default_rng(0)
     start, xs = [*rng.standard_normal((2, 2, 40))], [*rng.standard_normal((2, 2, time, 40))]
     options = {"outputs": 1, "reverse": reverse}
-    ((ours,), last), ((expected,), expected_last) = (
-        jax.jit(partial(scan, total_and_product, interpret=True, **options))(start, xs)
-        for scan in (row_scan_gpu.row_scan, row_scan)
-    )
+    scans = [partial(each.row_scan, total_and_product) for each in (row_scan_gpu, row_scan_tpu)]
+    results = [jax.jit(partial(scan, interpret=True, **options))(start, xs) for scan in scans]
     state, ys = start, np.empty((2, time, 40))
     for t in range(time)[:: -1 if reverse else 1]:
         state, (ys[:, t],) = total_and_product(state, *(x[:, t] for x in xs))
-    for actual in (ours, expected):
-        assert_same(actual, ys, "outputs")
-    for actual in (last, expected_last):
-        assert_same(np.stack(actual), np.stack(state), "last state")
+    for (outputs,), last in results:
+        assert_same(outputs, ys, "outputs")
+        assert_same(np.stack(last), np.stack(state), "last state")
 
 
 @pytest.mark.slow
@@ -146,18 +142,13 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
 def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
     """Runs forward and backward with a remainder of steps. Triton's kernel is interpreted."""
     x = numbers(2, 75, 5)
-    module = sys.modules["jax_models.ops.linear_scan"]
     interpreted = partial(row_scan_gpu.row_scan, interpret=True)
-    monkeypatch.setattr(module.row_scan_gpu, "row_scan", interpreted)
-    monkeypatch.setattr(module, "TARGET_PARALLEL", 20)  # two chunks
-
-    def scan_gpu(*args, interpret, **options):
-        return module._scan_gpu(*args, **options)
-
-    monkeypatch.setattr(module._by_kernel, "tpu", scan_gpu)
+    monkeypatch.setattr(row_scan_gpu, "row_scan", interpreted)
+    monkeypatch.setattr(pallas, "TARGET_PARALLEL", 20)  # two chunks
+    monkeypatch.setattr(pallas, "SCAN", pallas.scan_gpu)
     ours, expected = (
         results_and_gradients(recurrence, x, jnp.float64, method=method, reverse=reverse)
-        for method in ("pallas_interpreted", "sequential")
+        for method in ("pallas", "sequential")
     )
     for name in expected:
         assert_same(ours[name], expected[name], name)
@@ -201,9 +192,8 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
     x = numbers(2, 40, 5)
     options = {"lengths": jnp.array([40, 11]), "reset": jnp.arange(80).reshape(2, 40) % 17 == 0}
     expected = results_and_gradients(operator, x, jnp.float64, method="associative", **options)
-    for name in ("linear_scan", "wkv"):
-        module = sys.modules[f"jax_models.ops.{name}"]
-        monkeypatch.setattr(module, "by_platform", lambda *args, tpu, **others: tpu(*args))
+    form = lambda forms, platform: dict(forms)["tpu"]  # noqa: E731
+    monkeypatch.setattr("jax_models.ops.by_platform._form", form)
     ours = results_and_gradients(operator, x, jnp.float64, **options)
     for name in expected:
         both = [run[name] for run in (ours, expected)]

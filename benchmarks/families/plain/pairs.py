@@ -9,15 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.families.plain.plain_versions import (
-    plain_linear_recurrence,
-    plain_local_attention,
-    plain_min_gru,
-    plain_min_lstm,
-    plain_modal_conv,
-    plain_wkv,
-    zeros,
-)
 from jax_models import ops
 
 LEAST_LOG_DECAY = -0.6
@@ -43,6 +34,16 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> np.ndarray:
     """Draws float32 numbers from an interval."""
     return rng.uniform(low, high, shape).astype(np.float32)
+
+
+def zeros(x: jax.Array, *features: int) -> jax.Array:
+    """The state of each row of x before the first step."""
+    return jnp.zeros((x.shape[0], *features), x.dtype)
+
+
+def by_form(run: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], ...]:
+    """`run(method, **arrays)` with the form that the operator chooses, and with its definition."""
+    return partial(run, "auto"), partial(run, "definition")
 
 
 # Matrix-valued states
@@ -81,12 +82,11 @@ def draw_state_space(rng, batch, time, groups, heads, head_size, state_size):
 
 def by_definition(rule, draw, sizes) -> Pair:
     """A delta rule, whose plain version is its definition."""
-    return Pair(
-        draw,
-        lambda **arrays: rule(**arrays)[0],
-        lambda **arrays: rule(**arrays, method="definition")[0],
-        sizes,
-    )
+
+    def run(method, **arrays):
+        return rule(**arrays, method=method)[0]
+
+    return Pair(draw, *by_form(run), sizes)
 
 
 MATRICES = (
@@ -128,6 +128,11 @@ def draw_wkv(rng, batch, time, features):
     return {"k": k, "v": v, "w": uniform(rng, 0.01, 2, features), "u": normal(rng, features)}
 
 
+def run_wkv(method, **arrays):
+    """RWKV-4's average, from the empty state."""
+    return ops.wkv(**arrays, method=method)[0]
+
+
 ROWS = (
     (1, 7, 13),
     (1, 100, 64),
@@ -152,6 +157,11 @@ def draw_linear_recurrence(rng, batch, time, features):
     return {"a": uniform(rng, 0.9, 0.999, *shape), "b": normal(rng, *shape)}
 
 
+def run_linear_recurrence(method, **arrays):
+    """The recurrence, from the zero state."""
+    return ops.linear_recurrence(**arrays, method=method)[0]
+
+
 def draw_min_rnn(gates: int):
     """Inputs, and weights as torch initializes them."""
 
@@ -164,14 +174,14 @@ def draw_min_rnn(gates: int):
     return draw
 
 
-def our_min_rnn(run, gates: int):
-    """Our operator, from the zero state."""
+def min_rnn(run, gates: int):
+    """A minGRU or minLSTM by the forms of its recurrence, from the zero state."""
 
-    def ours(x, kernel, bias):
+    def by(method, x, kernel, bias):
         state = ops.MinRNNState(zeros(x, kernel.shape[1] // gates))
-        return run(x, state, kernel=kernel, bias=bias)[0]
+        return run(x, state, kernel=kernel, bias=bias, method=method)[0]
 
-    return ours
+    return Pair(draw_min_rnn(gates), *by_form(by), LAYERS)
 
 
 LAYERS = (
@@ -266,10 +276,10 @@ def draw_modal_conv(rng, batch, time, features, modes):
     }
 
 
-def our_modal_conv(v, **weights):
-    """Our operator, from the zero state."""
+def run_modal_conv(method, v, **weights):
+    """The convolution, from the zero state."""
     state = ops.ModalConvState(zeros(v, *weights["poles"].shape))
-    return ops.modal_conv(v, state, **weights)[0]
+    return ops.modal_conv(v, state, **weights, method=method)[0]
 
 
 def draw_local_attention(rng, batch, time, heads, size, window):
@@ -278,11 +288,11 @@ def draw_local_attention(rng, batch, time, heads, size, window):
     return {"q": q, "k": k, "v": v, "window": np.zeros(window, np.float32)}
 
 
-def our_local_attention(q, k, v, window):
-    """Our operator, from the empty state."""
+def run_local_attention(method, q, k, v, window):
+    """The attention, from the empty state."""
     cache = zeros(k, window.size - 1, *k.shape[2:])
     state = ops.LocalAttentionState(jnp.zeros(k.shape[0], jnp.int32), cache, cache)
-    return ops.local_attention(q, k, v, state)[0]
+    return ops.local_attention(q, k, v, state, method=method)[0]
 
 
 PAIRS: Mapping[str, Pair] = {
@@ -295,22 +305,16 @@ PAIRS: Mapping[str, Pair] = {
     "state space": by_definition(
         partial(ops.gated_delta_rule, beta=None), draw_state_space, STATE_SPACES
     ),
-    "wkv": Pair(draw_wkv, lambda **arrays: ops.wkv(**arrays)[0], plain_wkv, ROWS),
-    "linear_recurrence": Pair(
-        draw_linear_recurrence,
-        lambda **arrays: ops.linear_recurrence(**arrays)[0],
-        plain_linear_recurrence,
-        ROWS,
-    ),
-    "min_gru": Pair(draw_min_rnn(2), our_min_rnn(ops.min_gru, 2), plain_min_gru, LAYERS),
-    "min_lstm": Pair(draw_min_rnn(3), our_min_rnn(ops.min_lstm, 3), plain_min_lstm, LAYERS),
+    "wkv": Pair(draw_wkv, *by_form(run_wkv), ROWS),
+    "linear_recurrence": Pair(draw_linear_recurrence, *by_form(run_linear_recurrence), ROWS),
+    "min_gru": min_rnn(ops.min_gru, 2),
+    "min_lstm": min_rnn(ops.min_lstm, 3),
     **gated("lstm", ops.lstm, ops.LSTMState, 4),
     **gated("gru", ops.gru, ops.GRUState, 3),
     **gated("rnn", ops.rnn, ops.RNNState, 1),
     "modal_conv": Pair(
         draw_modal_conv,
-        our_modal_conv,
-        plain_modal_conv,
+        *by_form(run_modal_conv),
         (
             (1, 9, 10, 2),
             (1, 64, 32, 1),
@@ -328,8 +332,7 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "local_attention": Pair(
         draw_local_attention,
-        our_local_attention,
-        plain_local_attention,
+        *by_form(run_local_attention),
         (
             (1, 9, 1, 8, 4),
             (1, 64, 4, 32, 16),

@@ -22,11 +22,10 @@ from jax_models.ops.gated.products import (
     known_length,
     merge_products,
     split_values,
-    steps_first,
     where,
     widths_of,
 )
-from jax_models.ops.rows import Masks, ScanMasks, given_rows
+from jax_models.ops.rows import Masks, ScanMasks, given_rows, steps_first
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 State = TypeVar("State", bound=tuple)

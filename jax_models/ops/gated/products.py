@@ -107,11 +107,6 @@ def known_length(time: int) -> int | None:
     return None if is_symbolic_dim(time) else time
 
 
-def steps_first(tree: Any) -> Any:
-    """Swaps the axes of batch and time in all arrays of a tree."""
-    return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), tree)
-
-
 def where(mask: Array | None, x: Any, y: Any) -> Any:
     """Takes the rows of the mask from the state x and the others from y. No mask: all from y."""
     if mask is None:

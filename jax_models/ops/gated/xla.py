@@ -32,12 +32,11 @@ from jax_models.ops.gated.products import (
     merge_products,
     merge_tangents,
     split_values,
-    steps_first,
     transposable_kernel,
     where,
     widths_of,
 )
-from jax_models.ops.rows import Rows
+from jax_models.ops.rows import Rows, steps_first
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.checks.arguments import checked
 from jax_models.checks.values import FloatingDtype, checked_count, checked_size, wrong_shape
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.long_conv import fft_conv, with_skip
+from jax_models.ops.conv import convolve, with_skip
 from jax_models.ops.rows import Rows
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -142,7 +142,7 @@ def online_conv(
     history = _put(state.inputs, start - start % BLOCK, state.block)
     history = _put(history, start, inputs)
     past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-    y = fft_conv("auto", *match_varying_axes((past, _first_taps(taps, params, max_length, past))))
+    y = convolve("auto", past, _first_taps(taps, params, max_length, past))
     y = jnp.swapaxes(y, 1, 2)
     y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
     last_state = _state(taps, max_length, params, history, _end(start, v, lengths))

@@ -1,4 +1,4 @@
-"""Causal attention, computed tile by tile."""
+"""Causal attention, tile by tile."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,8 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.attention_tiles import AFTER_ALL_QUERIES, Tiling, tiles, untiled
+from jax_models.ops.attention.definition import CausalAttention, past_steps
+from jax_models.ops.attention.tiling import AFTER_ALL_QUERIES, Tiling, tiles, untiled
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -26,75 +27,36 @@ FEW_TILES = 6
 """The largest number of pairs of tiles for which the loop is unrolled."""
 
 
-class LocalAttentionState(NamedTuple):
-    """The state of attention: the keys and values of the last steps of the document.
+@jax.jit  # else eager calls would compile the loop each time
+def run_small(call: CausalAttention) -> Array:
+    """Computes the attention in tiles for a CPU."""
+    return _run(call, TILE)
 
-    The key and value of position p of the document are in slot p mod (number of slots).
+
+@jax.jit
+def run_large(call: CausalAttention) -> Array:
+    """Computes the attention in tiles for an accelerator."""
+    return _run(call, LARGE_TILE)
+
+
+def _run(call: CausalAttention, largest: int) -> Array:
+    """Computes the softmax with a running maximum and sum.
+
+    Only the scores of one tile of queries and one tile of keys exist at a time, and the backward
+    pass recomputes them. Memory is therefore linear in the number of steps. A step reads the past
+    in tiles of up to four times the size, and skips the tiles in which no slot is filled.
     """
-
-    position: Int[Array, " batch"]
-    """Number of steps of the document so far."""
-    keys: Float[Array, "batch slots kv_heads head_features"]
-    values: Float[Array, "batch slots kv_heads head_features"]
+    floats = call.q, call.k, call.v, call.past.keys, call.past.values
+    return _attended(_tiling(call, largest), floats, (call.first, call.past.position))[0]
 
 
-def causal_attention(
-    q: Float[Array, "batch time heads head_features"],
-    k: Float[Array, "batch time kv_heads head_features"],
-    v: Float[Array, "batch time kv_heads head_features"],
-    first: Int[Array, "batch time"],
-    past: LocalAttentionState | None,
-    *,
-    window: int,
-) -> Float[Array, "batch time heads head_features"]:
-    """Computes the `attention` of each step t over the steps `first[t]` … t.
-
-    If k and v have no steps, each step sees the `past` alone.
-
-    Only the scores of one tile of queries and one tile of keys exist at a time. The softmax is
-    computed with a running maximum and sum, and the backward pass recomputes the scores. Memory is
-    therefore linear in the number of steps.
-
-    Args:
-        q: queries.
-        k: keys. Each head is shared by `heads / kv_heads` neighboring heads of q.
-        v: values.
-        first: the first step that each step sees. Negative if the step sees some of the `past`.
-        past: the keys and values of earlier steps, if there are any. A step reads the cache in
-            tiles of up to 2,048 slots (512 on a CPU), and skips the tiles in which no slot is
-            filled.
-        window: the largest number of steps that a step sees, including itself.
-
-    """
-    check_heads(q, k)
-    if not is_symbolic_dim(q.shape[1]) and q.shape[1] == 0:
-        return q
-    if past is None:
-        past = LocalAttentionState(first[:, 0], k[:, :0], v[:, :0])
-    small, large = (
-        Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
-    )
-    return _compiled(small, large, (q, k, v, *past[1:]), (first, past.position))
+def _tiling(call: CausalAttention, largest: int) -> Tiling:
+    return Tiling.of(call.q.shape[1], call.past.keys.shape[1], largest, call.window)
 
 
-def check_heads(q: Array, k: Array) -> None:
-    """Raises a ValueError if the heads of q cannot be divided equally among those of k."""
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"
-        )
-
-
-@partial(jax.jit, static_argnums=(0, 1))  # else eager calls would compile the scan each time
-def _compiled(small: "Tiling", large: "Tiling", floats, masks):
-    def of(tiling: Tiling) -> Callable[..., Array]:
-        return lambda floats, masks: _attended(tiling, floats, masks)[0]
-
-    floats, masks = match_varying_axes((floats, masks))
-    if small == large:
-        return of(small)(floats, masks)
-    # The derivative of `by_platform` would run the forward pass twice.
-    return lax.platform_dependent(floats, masks, cpu=of(small), default=of(large))
+def small_tiles_pay(call: CausalAttention, platform: str, differentiated: bool) -> bool:
+    """Whether the two sizes differ. They do not if there are few steps."""
+    return _tiling(call, TILE) != _tiling(call, LARGE_TILE)
 
 
 class _Queries(NamedTuple):
@@ -284,13 +246,6 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
     steps = tiles(steps[..., None, None], tile, 1, AFTER_ALL_QUERIES).mT
     return _Keys(tiles(k, tile), tiles(_finite(v), tile), steps)
-
-
-def past_steps(
-    slot: Int[Array, " keys"], position: Int[Array, " batch"], slots: int
-) -> Int[Array, "batch keys"]:
-    """The steps of the keys in these slots, relative to the first query and therefore negative."""
-    return (slot[None] - position[:, None]) % max(slots, 1) - slots
 
 
 def _over_past(

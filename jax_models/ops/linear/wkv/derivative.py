@@ -1,5 +1,6 @@
 """The derivative of RWKV-4's weighted average, as linear recurrences forwards and backwards."""
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -7,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
-from jax_models.ops.scaled_sums import WKVState, add, broadcast_like, clip_to_finite, decayed
+from jax_models.ops.forms import Operator
+from jax_models.ops.linear import LINEAR_RECURRENCE, linear_recurrence
+from jax_models.ops.linear.wkv.definition import Average, scan
+from jax_models.ops.linear.wkv.sums import WKVState, add, broadcast_like, clip_to_finite, decayed
+from jax_models.ops.linear_map import linear_map
 
 
 class Residuals(NamedTuple):
@@ -82,7 +86,20 @@ class Factors(NamedTuple):
     """
 
 
-def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
+def derivative(operator: Operator, method: str, call: Average, d_call: Average):
+    """Returns the results and their tangents."""
+    if call.with_sums:  # in a second derivative
+        return jax.jvp(scan, (call,), (d_call,))
+    (y, before), last = operator(dataclasses.replace(call, with_sums=True), method)
+    residuals = Residuals(call.w, call.u, call.k, call.v, y, before, last, call.rows.active)
+    tangents = d_call.w, d_call.u, d_call.k, d_call.v, d_call.state
+    if method not in LINEAR_RECURRENCE.forms:
+        method = "auto"
+    d_y, d_last = linear_map(_tangent, _gradient, residuals, tangents, method)
+    return ((y, None), last), ((d_y, None), d_last)
+
+
+def _tangent(method: str, residuals: Residuals, tangents):
     """Computes the forward-mode derivative by linear recurrences, scaled by the maxima."""
     _, _, k, v, y, before, _, _ = residuals = residuals.cast_inputs()
     d_w, d_u, d_k, d_v, d_state = tangents
@@ -117,8 +134,8 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     return d_y, WKVState(last[0], last[1], d_last_max)
 
 
-def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
-    """The transpose of `tangent`."""
+def _gradient(method: str, residuals: Residuals, gradients):
+    """The transpose of `_tangent`."""
     inputs_dtype = residuals.k.dtype
     _, _, k, v, y, before, _, _ = residuals = residuals.cast_inputs()
     y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]

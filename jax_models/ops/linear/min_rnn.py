@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
 from jax_models.ops.affine import affine
-from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.rows import DividedScanMasks
 
 

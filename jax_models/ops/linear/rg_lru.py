@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.checks.arguments import checked
 from jax_models.checks.values import checked_positive
 from jax_models.ops.affine import affine
-from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.rows import DividedScanMasks
 
 LARGEST_SLOPE = 1000.0

@@ -16,6 +16,12 @@ UNROLL = 8
 """The number of steps that are unrolled, a power of two."""
 
 
+def compiled(step, start, xs, **options):
+    """Runs `row_scan` without x64, because Mosaic does not support 64-bit integers."""
+    with jax.enable_x64(False):
+        return row_scan(step, start, xs, **options)
+
+
 def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     """Runs the grid over time in its innermost dimension, while the state stays in VMEM.
 

@@ -8,8 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.checks.arguments import checked
-from jax_models.ops.attention import attention
-from jax_models.ops.causal_attention import LocalAttentionState, causal_attention, past_steps
+from jax_models.ops.attention import AttentionMethod, causal_attention
+from jax_models.ops.attention.definition import CausalAttention, LocalAttentionState
 from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
 from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
@@ -25,6 +25,7 @@ def local_attention(
     empty: bool = False,
     holds_whole_document: bool = False,
     dropout: Callable[[Array], Array] | None = None,
+    method: AttentionMethod = "auto",
     **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
     """Computes the `attention` of each step over itself and the window − 1 steps before it.
@@ -37,7 +38,7 @@ def local_attention(
     Pass `empty=True` if the state holds no keys yet, so that the cache is not read, and
     `holds_whole_document=True` if no document has more steps than the state has slots, which makes
     a single step faster. `dropout` is applied to the weights of the softmax, which then exist as a
-    whole.
+    whole. `method` names the form that runs, as in `attention`.
 
     With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
     its window. `lengths` must then be None.
@@ -58,22 +59,14 @@ def local_attention(
     positions = positions_after(state.position, q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
-    past = state if slots and not empty else None
+    reads_past = bool(slots) and not empty
     is_step = q.shape[1] == 1 and rows.lengths is None and rows.time_axis is None
-    if past is not None and holds_whole_document and dropout is None and is_step:
+    if reads_past and holds_whole_document and dropout is None and is_step:
         # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
-        past, k, v, first = last, k[:, :0], v[:, :0], first - 1
-    if dropout is None:
-        return causal_attention(q, k, v, first, past, window=slots + 1), last
-    # Dropout needs the weights of all keys, past and new, at once.
-    of_keys = jnp.broadcast_to(steps, first.shape)
-    if past is not None:
-        slot = jnp.arange(slots, dtype=first.dtype)
-        of_keys = jnp.concatenate([past_steps(slot, past.position, slots), of_keys], axis=1)
-        pairs = (past.keys, k), (past.values, v)
-        k, v = (jnp.concatenate([a.astype(b.dtype), b], axis=1) for a, b in pairs)
-    mask = (of_keys[:, None] >= first[..., None]) & (of_keys[:, None] <= steps[..., None])
-    return attention(q, k, v, mask, dropout=dropout), last
+        state, k, v, first = last, k[:, :0], v[:, :0], first - 1
+    past = state if reads_past else state._replace(keys=k[:, :0], values=v[:, :0])
+    call = CausalAttention(q, k, v, first, past, window=slots + 1)
+    return causal_attention(call, method, dropout), last
 
 
 def _written(
