@@ -95,18 +95,26 @@ def test_a_run_of_a_missing_package_names_its_model(tmp_path):
         Run.open(run.folder)
 
 
-def test_a_broken_preset_stops_nothing_but_its_own_package(install, monkeypatch):
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        ({"wheel": {"recipe": "soup"}}, "recipe: expected one of all-work, .*, got soup"),
+        ({"wheel": {"model.num_layers": 0}}, "num_layers: expected a positive integer, got 0"),
+        ({"wheel": {"num_wheels": 3}}, "TrainConfig: num_wheels: no such argument"),
+        (classmethod(lambda cls: {}), "Broken.presets: expected a mapping .*, got a classmethod"),
+    ],
+)
+def test_a_broken_preset_stops_nothing_but_its_own_package(presets, message, install, monkeypatch):
     class Broken(HawkLanguageModelConfig):
-        @classmethod
-        def presets(cls):
-            raise LookupError("no such size")
+        pass
 
+    Broken.presets = presets
     monkeypatch.setitem(train.config.MODEL_CONFIGS, "Broken", Broken)
     package = Broken.__module__.partition(".")[0]
-    with pytest.warns(UserWarning, match=f"broken package {package}: LookupError: no such size"):
+    with pytest.warns(UserWarning, match=rf"broken package {package}: \w+: {message}"):
         assert by_name("preset", declared_presets()) == PRESETS
     monkeypatch.setattr(Broken, "__module__", HawkLanguageModelConfig.__module__)
-    with pytest.raises(LookupError, match="no such size"):
+    with pytest.raises((TypeError, ValueError), match=message):
         by_name("preset", declared_presets())
 
 
@@ -166,9 +174,7 @@ def test_another_error_of_an_import_keeps_its_traceback(monkeypatch):
 
 def test_a_preset_of_one_name_is_an_error(monkeypatch):
     class Second(HawkLanguageModelConfig):
-        @classmethod
-        def presets(cls):
-            return super().presets()
+        presets = HawkLanguageModelConfig.presets
 
     class Third(HawkLanguageModelConfig):
         """Inherits Hawk's presets, which still belong to Hawk alone."""

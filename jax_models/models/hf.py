@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jax_models.models.architecture import Checkpoint, Fields, whole_key
-from jax_models.models.language_model import BlocksConfig
+from jax_models.models.configs import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 """The fields that are in `rope_parameters`, or in older files at the top level."""

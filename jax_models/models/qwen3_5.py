@@ -21,7 +21,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
@@ -87,13 +86,10 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     }
+    presets: ClassVar = {"qwen3_5": {}}
 
     rotary_fraction: float = 0.25
     """The fraction of each head that rotary positions rotate."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"qwen3_5": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "Qwen35LanguageModel":
         return Qwen35LanguageModel(self, **options)

@@ -18,7 +18,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.weights import layouts_of, linear, nested
 
 PROJECTIONS = ("gate", "up", "down")
@@ -57,6 +56,7 @@ class MixedLanguageModelConfig(HybridConfig):
         "mixed": {"conv": BlockKeys("conv", *KEYS), FULL: BlockKeys("attention", *KEYS)}
     }
     layouts: ClassVar = {"mixed": STATE_DICT, "mixed-file": FILE}
+    presets: ClassVar = {"mixed": {"num_steps": 4, "window": 12}}
 
     vocab_size: int = 11
     features: int = 8
@@ -68,10 +68,6 @@ class MixedLanguageModelConfig(HybridConfig):
     head_features: int | None = 4
     rope_theta: float | None = None
     max_length: int | None = 40
-
-    @classmethod
-    def presets(cls):
-        return {"mixed": Preset(cls(), options={"num_steps": 4, "window": 12})}
 
     def build(self, **options):
         return MixedLanguageModel(self, **options)

@@ -60,7 +60,7 @@ from flax import nnx
 
 from jax_models import LanguageModel, RMSNorm
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.language_model import Preset, StackConfig
+from jax_models.models.configs import StackConfig
 from plain.layer import PlainBlock
 
 
@@ -91,15 +91,13 @@ class PlainLanguageModelConfig(StackConfig):
         ),
     }
 
+    presets: ClassVar = {"plain": {"model.features": 8, "num_steps": 4, "window": 12}}
+
     vocab_size: int = 11
     features: int = 6
     num_layers: int = 2
     units: int = 5
     leak: float = 0.5
-
-    @classmethod
-    def presets(cls):
-        return {"plain": Preset(cls(features=8), options={"num_steps": 4, "window": 12})}
 
     def build(self, **options):
         return PlainLanguageModel(self, **options)
