@@ -65,6 +65,17 @@ class LFM2LanguageModelConfig(HybridConfig):
     } | {"conv_L_cache": "kernel_size", "conv_bias": "conv_bias"}
     hf_values: ClassVar = {"rope_type": ("default",), "tie_word_embeddings": (True, False)}
     hf_defaults: ClassVar = {"num_key_value_heads": 8}
+    published: ClassVar = {
+        "LFM2-350M": {
+            "vocab_size": 65_536,
+            "features": 1024,
+            "num_layers": 16,
+            "mlp_features": 4608,
+            "block_types": tuple(FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)),
+            "num_heads": 16,
+            "num_kv_heads": 8,
+        }
+    }
     presets: ClassVar = {"lfm2": {}}
 
     block_types: tuple[str, ...] = ("conv", "conv", FULL)

@@ -86,6 +86,21 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     }
+    published: ClassVar = {
+        "Qwen3.5-0.8B": {
+            "vocab_size": 248_320,
+            "features": 1024,
+            "num_layers": 24,
+            "mlp_features": 3584,
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "head_features": 256,
+            "num_key_heads": 16,
+            "num_value_heads": 16,
+            "key_features": 128,
+            "value_features": 128,
+        }
+    }
     presets: ClassVar = {"qwen3_5": {}}
 
     rotary_fraction: float = 0.25

@@ -167,3 +167,5 @@ MUTATIONS = [
     *mask_ignored("CausalConv1D, kernel 4", "jax_models.ops.causal_conv.delayed"),
     *mask_ignored("RGLRU", "jax_models.ops.rg_lru.linear_recurrence"),
 ]
+
+COMPARED = {"Hawk": Hawk, "Hawk, direct": partial(Hawk, parameterization="direct")}
