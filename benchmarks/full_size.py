@@ -137,7 +137,7 @@ def logits_of(model: Any) -> np.ndarray:
 def export(folder: Path, target: Path) -> bool:
     """Exports a model, and returns whether all keys and bits are those of the first folder."""
     from jax_models.weights.checkpoint import open_checkpoint
-    from train import convert
+    from train.command import convert
 
     convert.main(["--from", str(folder), "--to", str(target)])
     before, after = open_checkpoint(folder).weights, open_checkpoint(target).weights

@@ -11,14 +11,14 @@ from safetensors.numpy import save_file
 
 import parity_tests.registry
 import parity_tests.report.command as parity_command
-import train.__main__ as train_command
-import train.config
+import train.command.train as train_command
+import train.run.config
 from jax_models import HawkLanguageModelConfig, entry_points, load_pretrained
 from jax_models.entry_points import DuplicateNameError, by_name
 from jax_models.models import architecture
-from train.config import PRESETS, declared_presets, from_fields, to_fields
-from train.run import CONFIG, Run, _write
-from train.vocabulary import Characters
+from train.data.vocabulary import Characters
+from train.run.config import PRESETS, declared_presets, from_fields, to_fields
+from train.run.folder import CONFIG, Run, _write
 from twinscan import interrupted
 from twinscan.command_line import CommandLineError, run_module
 
@@ -109,7 +109,7 @@ def test_a_broken_preset_stops_nothing_but_its_own_package(presets, message, ins
         pass
 
     Broken.presets = presets
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Broken", Broken)
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Broken", Broken)
     package = Broken.__module__.partition(".")[0]
     with pytest.warns(UserWarning, match=rf"broken package {package}: \w+: {message}"):
         assert by_name("preset", declared_presets()) == PRESETS
@@ -144,7 +144,7 @@ CASES = hawk.CASES[:1]
     [
         ("twinscan", "evaluate", "twinscan evaluate"),
         ("train", "--help", "python -m train"),
-        ("train.generate", "--help", "python -m train.generate"),
+        ("train.command.generate", "--help", "python -m train.command.generate"),
         ("tpu_compile", "--help", "python -m tpu_compile"),
     ],
 )
@@ -179,9 +179,9 @@ def test_a_preset_of_one_name_is_an_error(monkeypatch):
     class Third(HawkLanguageModelConfig):
         """Inherits Hawk's presets, which still belong to Hawk alone."""
 
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Third", Third)
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Third", Third)
     assert by_name("preset", declared_presets()) == PRESETS
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Second", Second)
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Second", Second)
     message = r"^preset hawk: .*jax_models.models.hawk.HawkLanguageModelConfig and .*\.Second$"
     with pytest.raises(ValueError, match=message):
         by_name("preset", declared_presets())

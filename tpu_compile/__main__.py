@@ -25,7 +25,7 @@ from tpu_compile import libtpu
 from tpu_compile.outcome import Outcome, compile_program, counts_as_text
 from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from tpu_compile.sharded import sharded_programs
-from train.config import PRESETS
+from train.run.config import PRESETS
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m tpu_compile"

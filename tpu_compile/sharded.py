@@ -16,12 +16,12 @@ from jax_models.models.hf import published_models
 from tpu_compile.hlo import Array, Collective
 from tpu_compile.libtpu import Topology
 from tpu_compile.programs import Program, lower_train_step
-from train.config import TrainConfig
-from train.digest import leaves_by_path
-from train.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
-from train.optimizer import OptimizerConfig
-from train.run import build_trainer
-from train.step import Trainer
+from train.process.digest import leaves_by_path
+from train.run.config import TrainConfig
+from train.run.folder import build_trainer
+from train.trainer.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
+from train.trainer.optimizer import OptimizerConfig
+from train.trainer.step import Trainer
 
 LARGE_MODEL = TrainConfig(
     model=HawkLanguageModelConfig(

@@ -12,8 +12,8 @@ import pytest
 from docs_site.blocks import ROOT, blocks, differs, run
 from jax_models import load_pretrained
 from jax_models.models.architecture import architectures
-from train.__main__ import main as train
-from train.config import PRESETS
+from train.command.train import main as train
+from train.run.config import PRESETS
 from twinscan.__main__ import COMMANDS
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -138,9 +138,9 @@ def test_commands_and_their_options_exist(page):
                 continue
         elif program == "twinscan":
             name = COMMANDS[name][0]
-        elif name == "parity_tests":
-            name = COMMANDS["parity"][0]
-        if name in PACKAGES:
+        if name in ("parity_tests", "train"):
+            name = COMMANDS[name.removesuffix("_tests")][0]
+        elif name in PACKAGES:
             name += ".__main__"
         assert importlib.util.find_spec(name), line
         for option in re.findall(r"(?<![\w-])--[\w.-]+", line):

@@ -218,7 +218,7 @@ class TestCompiled:
     def test_a_hyena_with_dropout_exchanges_no_more(self, tmp_path):
         change = """
 import dataclasses
-from train.config import PRESETS
+from train.run.config import PRESETS
 small = PRESETS["annotated-hyena-small"]
 model = dataclasses.replace(small.model, features=8, num_layers=1)
 PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_size=2)
@@ -265,7 +265,7 @@ sharded.ON_16_CHIPS["window"] = 96
 
     def test_a_gather_of_a_parameter_over_model_or_of_time_fails(self, tmp_path):
         change = """
-from train import step
+from train.trainer import step
 step.layer_spec = lambda spec, mesh: spec
 token_losses = step.token_losses
 def gathering(*args, **more):

@@ -15,8 +15,8 @@ from jax_models.entry_points import broken_packages, by_name, failures_as_warnin
 from jax_models.models.architecture import ENTRY_POINTS, architectures
 from jax_models.options import CheckedFields
 from train.checks import Paths, Positive, Seed, Texts
-from train.mesh import MeshConfig
-from train.optimizer import OptimizerConfig
+from train.trainer.mesh import MeshConfig
+from train.trainer.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in architectures(LanguageModelConfig)}
 """The language models, by the name in a run's config.json."""
