@@ -23,45 +23,10 @@ import numpy as np
 
 from benchmarks.problem import relative_error
 from benchmarks.report.store import versions
+from jax_models.models.hf import HFConfig, published_models
 
-SHARED = {
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 16,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3.5-0.8B": (
-        "Qwen3_5TextConfig",
-        SHARED
-        | {
-            "vocab_size": 248_320,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-    ),
-    "LFM2-350M": (
-        "Lfm2Config",
-        SHARED
-        | {
-            "vocab_size": 65_536,
-            "intermediate_size": 6656,
-            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        },
-    ),
-}
-"""The class of each config in transformers, and its fields."""
-SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "head_dim": 4}
-"""Fields of a small model, which is loaded first, so that what it imports does not count."""
+SMALL = {"vocab_size": 64, "features": 64, "mlp_features": 64, "head_features": 4}
+"""Sizes of a small model, which is loaded first, so that what it imports does not count."""
 SHARD, MIB = "200MB", 2**20
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 64))
 NEW_TOKENS = 8
@@ -93,7 +58,7 @@ class Figures:
         return self.load_peak <= self.size + self.largest_tensor and self.exported_equal
 
 
-def write_model(config: str, fields: dict[str, Any], folder: Path) -> tuple[np.ndarray, ...]:
+def write_model(config: HFConfig, folder: Path) -> tuple[np.ndarray, ...]:
     """Saves a random model by transformers. Returns its logits in bfloat16 and float32.
 
     Matrices keep the size of their inputs, and vectors are near their initial values. As in the
@@ -103,8 +68,8 @@ def write_model(config: str, fields: dict[str, Any], folder: Path) -> tuple[np.n
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, config)(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    fields = transformers.AutoConfig.for_model(**config.to_hf(), dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_config(fields, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
@@ -172,7 +137,7 @@ def logits_of(model: Any) -> np.ndarray:
 def export(folder: Path, target: Path) -> bool:
     """Exports a model, and returns whether all keys and bits are those of the first folder."""
     from jax_models.weights.checkpoint import open_checkpoint
-    from train import convert
+    from train.command import convert
 
     convert.main(["--from", str(folder), "--to", str(target)])
     before, after = open_checkpoint(folder).weights, open_checkpoint(target).weights
@@ -182,13 +147,13 @@ def export(folder: Path, target: Path) -> bool:
     )
 
 
-def measure(name: str, config: str, fields: dict[str, Any], folder: Path) -> Figures:
+def measure(name: str, config: HFConfig, folder: Path) -> Figures:
     """Measures a model, each step in a process of its own."""
     from jax_models.weights.checkpoint import open_checkpoint
 
     whole, small, exported = (folder / part for part in ("whole", "small", "exported"))
-    alone(write_model, config, fields | SMALL, small)
-    in_bfloat16, in_float32 = alone(write_model, config, fields, whole)
+    alone(write_model, dataclasses.replace(config, **SMALL), small)
+    in_bfloat16, in_float32 = alone(write_model, config, whole)
     weights = open_checkpoint(whole).weights.values()
     counts = [int(np.prod(weight.shape)) for weight in weights]
     sizes = [count * weight.dtype.itemsize for count, weight in zip(counts, weights, strict=True)]
@@ -219,9 +184,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     found = []
-    for name, (config, fields) in MODELS.items():
+    for name, config in published_models().items():
         with TemporaryDirectory() as folder:
-            found.append(measure(name, config, fields, Path(folder)))
+            found.append(measure(name, config, Path(folder)))
         print(found[-1], flush=True)
     if options.json:
         figures = {"models": [*map(dataclasses.asdict, found)]}

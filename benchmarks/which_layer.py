@@ -1,4 +1,4 @@
-"""Trains and times one layer of each architecture, for docs/guides/which_layer.md.
+"""Trains and times the layers that the registry compares, for docs/guides/which_layer.md.
 
     python -m benchmarks.which_layer learning GRU LSTM
     python -m benchmarks.which_layer speed
@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +24,10 @@ from flax import nnx
 
 import jax_models as m
 from benchmarks.report.store import versions
+from parity_tests.registry import COMPARED
 
 FILE = Path(__file__).parent / "results" / "which_layer-cpu.json"
 
-
-def slow_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Initializes dt_bias so that softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
-    step_size = jnp.exp(jax.random.uniform(key, shape, dtype, np.log(1e-3), np.log(0.1)))
-    return jnp.log(jnp.expm1(step_size))
-
-
-def delta_net(width: int, **options: Any) -> m.GatedDeltaNet:
-    """A `GatedDeltaNet` with four heads that together are as wide as its input."""
-    sizes = {"num_key_heads": 4, "num_value_heads": 4}
-    sizes |= {"key_features": width // 4, "value_features": width // 4}
-    return m.GatedDeltaNet(width, **sizes, **options)
-
-
-def by_xla(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer without compiled kernels, so that the times do not depend on what is installed."""
-    return lambda width, **options: layer(width, width, method="xla", **options)
-
-
-LAYERS: dict[str, Callable[..., Any]] = {
-    "RNN": by_xla(m.RNN),
-    "LSTM": by_xla(m.LSTM),
-    "GRU": by_xla(m.GRU),
-    "MinGRU": lambda width, **options: m.MinGRU(width, width, **options),
-    "Hawk": m.Hawk,
-    "Hawk, direct": partial(m.Hawk, parameterization="direct"),
-    "RWKVBlock": m.RWKVBlock,
-    "RWKV6Block": partial(m.RWKV6Block, head_size=16),
-    "RWKV7Block": partial(m.RWKV7Block, head_size=16, layer_index=0),
-    "GatedDeltaNet": delta_net,
-    "GatedDeltaNet, slow decay": partial(delta_net, dt_init=slow_decay, negative_eigenvalues=True),
-    "Attention": partial(m.Attention, num_heads=4),
-    "LocalAttention": partial(m.LocalAttention, num_heads=4, window=128),
-    "HyenaBlock": partial(m.HyenaBlock, max_length=4096),
-    "StripedHyenaMixer": m.StripedHyenaMixer,
-}
 
 WIDTH, STEPS, BATCH = 64, 1000, 32
 LEARNING_RATES = 1e-3, 3e-3, 1e-2
@@ -229,8 +193,7 @@ def store(layer: str, measured: dict[str, Any]) -> None:
 def tables(record: dict[str, Any]) -> list[str]:
     """The rows of the page's two tables."""
     learned, timed = [], []
-    for name in LAYERS:
-        found = record["layers"].get(name, {})
+    for name, found in record["layers"].items():
         if all(task.__name__ in found for task in TASKS):
             cells = [
                 " · ".join(f"{1e4 * run['metric']:,.0f}" for run in found["adding"]),
@@ -253,15 +216,15 @@ def main(part: str, *names: str) -> None:
     if part == "tables":
         print("\n".join(tables(json.loads(FILE.read_text()))))
         return
-    for name in names or LAYERS:
+    for name in names or COMPARED:
         if part == "speed":
-            measured: dict[str, Any] = {"speed": speed(LAYERS[name])}
+            measured: dict[str, Any] = {"speed": speed(COMPARED[name])}
             print(name, measured, flush=True)
             store(name, measured)
             continue
         for task in TASKS:
             start = time.perf_counter()
-            measured = {task.__name__: learning(LAYERS[name], task)}
+            measured = {task.__name__: learning(COMPARED[name], task)}
             seconds = time.perf_counter() - start
             metrics = " ".join(f"{found['metric']:.3g}" for found in measured[task.__name__])
             print(f"{name:36} {task.__name__:8} {seconds:5.0f} s  {metrics}", flush=True)

@@ -123,7 +123,7 @@ def _imports(package: str) -> Iterator[tuple[str, str]]:
 
 def _run_options() -> list[type]:
     """The dataclasses of a run's options, as `TrainConfig` contains them."""
-    from train.config import TrainConfig
+    from train.run.config import TrainConfig
 
     found, todo = [], [TrainConfig]
     while todo:

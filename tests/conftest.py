@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from train.__main__ import main
-from train.mesh import MeshConfig, provide_devices
+from train.command.train import main
+from train.trainer.mesh import MeshConfig, provide_devices
 
 
 @pytest.fixture

@@ -41,12 +41,16 @@ def test_memory_is_kept_from_the_call_on_and_not_from_the_import(change, printed
     assert done.stdout == printed
 
 
-@pytest.mark.parametrize("command", ["train", "train.generate", "train.evaluate", "train.export"])
+@pytest.mark.parametrize(
+    "command", ["train", *(f"train.command.{name}" for name in ("generate", "evaluate", "export"))]
+)
 def test_commands_tune_before_anything_else(monkeypatch, capsys, command):
     calls = []
     monkeypatch.setattr(jax_models, "tune_allocator", lambda: calls.append(command))
     monkeypatch.setattr(sys, "argv", [command, "--help"])
-    monkeypatch.delitem(sys.modules, command if "." in command else "train.__main__", raising=False)
+    monkeypatch.delitem(
+        sys.modules, command if "." in command else "train.command.train", raising=False
+    )
     with pytest.raises(SystemExit):
         runpy.run_module(command, run_name="__main__")
     assert calls == [command]

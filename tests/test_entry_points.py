@@ -11,14 +11,14 @@ from safetensors.numpy import save_file
 
 import parity_tests.registry
 import parity_tests.report.command as parity_command
-import train.__main__ as train_command
-import train.config
+import train.command.train as train_command
+import train.run.config
 from jax_models import HawkLanguageModelConfig, entry_points, load_pretrained
 from jax_models.entry_points import DuplicateNameError, by_name
 from jax_models.models import architecture
-from train.config import PRESETS, declared_presets, from_fields, to_fields
-from train.run import CONFIG, Run, _write
-from train.vocabulary import Characters
+from train.data.vocabulary import Characters
+from train.run.config import PRESETS, declared_presets, from_fields, to_fields
+from train.run.folder import CONFIG, Run, _write
 from twinscan import interrupted
 from twinscan.command_line import CommandLineError, run_module
 
@@ -95,18 +95,26 @@ def test_a_run_of_a_missing_package_names_its_model(tmp_path):
         Run.open(run.folder)
 
 
-def test_a_broken_preset_stops_nothing_but_its_own_package(install, monkeypatch):
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        ({"wheel": {"recipe": "soup"}}, "recipe: expected one of all-work, .*, got soup"),
+        ({"wheel": {"model.num_layers": 0}}, "num_layers: expected a positive integer, got 0"),
+        ({"wheel": {"num_wheels": 3}}, "TrainConfig: num_wheels: no such argument"),
+        (classmethod(lambda cls: {}), "Broken.presets: expected a mapping .*, got a classmethod"),
+    ],
+)
+def test_a_broken_preset_stops_nothing_but_its_own_package(presets, message, install, monkeypatch):
     class Broken(HawkLanguageModelConfig):
-        @classmethod
-        def presets(cls):
-            raise LookupError("no such size")
+        pass
 
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Broken", Broken)
+    Broken.presets = presets
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Broken", Broken)
     package = Broken.__module__.partition(".")[0]
-    with pytest.warns(UserWarning, match=f"broken package {package}: LookupError: no such size"):
+    with pytest.warns(UserWarning, match=rf"broken package {package}: \w+: {message}"):
         assert by_name("preset", declared_presets()) == PRESETS
     monkeypatch.setattr(Broken, "__module__", HawkLanguageModelConfig.__module__)
-    with pytest.raises(LookupError, match="no such size"):
+    with pytest.raises((TypeError, ValueError), match=message):
         by_name("preset", declared_presets())
 
 
@@ -136,7 +144,7 @@ CASES = hawk.CASES[:1]
     [
         ("twinscan", "evaluate", "twinscan evaluate"),
         ("train", "--help", "python -m train"),
-        ("train.generate", "--help", "python -m train.generate"),
+        ("train.command.generate", "--help", "python -m train.command.generate"),
         ("tpu_compile", "--help", "python -m tpu_compile"),
     ],
 )
@@ -166,16 +174,14 @@ def test_another_error_of_an_import_keeps_its_traceback(monkeypatch):
 
 def test_a_preset_of_one_name_is_an_error(monkeypatch):
     class Second(HawkLanguageModelConfig):
-        @classmethod
-        def presets(cls):
-            return super().presets()
+        presets = HawkLanguageModelConfig.presets
 
     class Third(HawkLanguageModelConfig):
         """Inherits Hawk's presets, which still belong to Hawk alone."""
 
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Third", Third)
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Third", Third)
     assert by_name("preset", declared_presets()) == PRESETS
-    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Second", Second)
+    monkeypatch.setitem(train.run.config.MODEL_CONFIGS, "Second", Second)
     message = r"^preset hawk: .*jax_models.models.hawk.HawkLanguageModelConfig and .*\.Second$"
     with pytest.raises(ValueError, match=message):
         by_name("preset", declared_presets())

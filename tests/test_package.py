@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import pkgutil
@@ -109,6 +110,12 @@ MAY_IMPORT = {
     "parity_tests/report": "parity_tests jax_models twinscan",
     "tpu_compile": "tpu_compile jax_models parity_tests.registry train twinscan",
     "twinscan": "twinscan jax_models train.run",  # only for types and `from twinscan import Run`
+    "train/process": "train.process jax_models twinscan",
+    "train/data": "train.data train.process train.checks jax_models twinscan",
+    "train/trainer": "train.trainer train.data train.process train.checks jax_models",
+    "train/run": (
+        "train.run train.trainer train.data train.process train.checks jax_models twinscan"
+    ),
     "train": "train jax_models twinscan torch_ref",
 }
 OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks", "tpu_compile"}
@@ -184,7 +191,7 @@ def own_modules(tmp_path):
     ("command", "found", "expected"),
     [
         ("-m twinscan generate --help", "twinscan", "--greedy"),
-        ("-m train.generate --help", "train", "--greedy"),
+        ("-m train.command.generate --help", "train", "--greedy"),
         ("-m parity_tests --help", "parity_tests", "--mutations"),
         ("-m pytest --help", "parity_tests", "--parity-json"),
         ("compare.py", "parity_tests", "True"),
@@ -226,7 +233,7 @@ def test_the_trainer_is_imported_beside_a_train_of_the_users_own(own_modules):
     """Unless the user's program has already imported a module of that name."""
     (own_modules / "twinscan.py").unlink()
     start = f"import sys\nsys.path.insert(0, {str(own_modules)!r})\n"
-    assert run(f"{start}from twinscan import Run\nprint(Run.__module__)") == "train.run\n"
+    assert run(f"{start}from twinscan import Run\nprint(Run.__module__)") == "train.run.folder\n"
     (own_modules / "jax_models.py").write_text("")
     code = """import jax_models
 try:
@@ -326,3 +333,11 @@ def test_every_state_can_be_exported():
     public = {getattr(jax_models, name) for name in jax_models.__all__}
     assert states
     assert states <= public
+
+
+@pytest.mark.parametrize("name", ["optimizer", "generate"])
+def test_a_module_of_the_trainer_that_moved_names_its_place(name):
+    with pytest.raises(ImportError, match=rf"train.{name} is now train.\w+.{name}: see docs/migr"):
+        importlib.import_module(f"train.{name}")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named .train\.optimiser"):
+        importlib.import_module("train.optimiser")

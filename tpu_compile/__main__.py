@@ -25,7 +25,7 @@ from tpu_compile import libtpu
 from tpu_compile.outcome import Outcome, compile_program, counts_as_text
 from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from tpu_compile.sharded import sharded_programs
-from train.config import PRESETS
+from train.run.config import PRESETS
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m tpu_compile"
@@ -52,7 +52,7 @@ class Arguments:
     preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
     """The preset of `python -m train` whose training step is compiled."""
     hybrids: bool = False
-    """Compile only the training steps of Qwen3.5-0.8B and LFM2-350M, which takes minutes."""
+    """Compile only the training steps of hybrids of published sizes, which takes minutes."""
     rows: int | None = None
     """Rows of a batch on each chip; by default as many as the preset's batch has."""
     json: Path | None = None

@@ -14,9 +14,9 @@ from jax_models.ops import linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
 from tpu_compile.hlo import Collective
 from tpu_compile.libtpu import Topology
-from train.config import PRESETS, TrainConfig
-from train.run import build_trainer
-from train.step import Trainer
+from train.run.config import PRESETS, TrainConfig
+from train.run.folder import build_trainer
+from train.trainer.step import Trainer
 
 KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
 """Batch, time and features of each shape."""

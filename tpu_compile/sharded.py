@@ -11,20 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_models import (
-    HawkLanguageModelConfig,
-    LFM2LanguageModelConfig,
-    Qwen35LanguageModelConfig,
-)
+from jax_models import HawkLanguageModelConfig
+from jax_models.models.hf import published_models
 from tpu_compile.hlo import Array, Collective
 from tpu_compile.libtpu import Topology
 from tpu_compile.programs import Program, lower_train_step
-from train.config import TrainConfig
-from train.digest import leaves_by_path
-from train.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
-from train.optimizer import OptimizerConfig
-from train.run import build_trainer
-from train.step import Trainer
+from train.process.digest import leaves_by_path
+from train.run.config import TrainConfig
+from train.run.folder import build_trainer
+from train.trainer.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
+from train.trainer.optimizer import OptimizerConfig
+from train.trainer.step import Trainer
 
 LARGE_MODEL = TrainConfig(
     model=HawkLanguageModelConfig(
@@ -66,40 +63,6 @@ ON_16_CHIPS: dict[str, Any] = {
     "window": 2048,
     "dtype": "bfloat16",
 }
-QWEN = TrainConfig(
-    model=Qwen35LanguageModelConfig(
-        vocab_size=248_320,
-        features=1024,
-        num_layers=24,
-        mlp_features=3584,
-        num_heads=8,
-        num_kv_heads=2,
-        head_features=256,
-        num_key_heads=16,
-        num_value_heads=16,
-        key_features=128,
-        value_features=128,
-        remat="full",
-    ),
-    **ON_16_CHIPS,
-)
-"""Qwen3.5-0.8B on 16 chips. As for all hybrids, its head is the token embedding."""
-LFM2 = TrainConfig(
-    model=LFM2LanguageModelConfig(
-        vocab_size=65_536,
-        features=1024,
-        num_layers=16,
-        mlp_features=4608,
-        block_types=tuple(
-            "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)
-        ),
-        num_heads=16,
-        num_kv_heads=8,
-        remat="full",
-    ),
-    **ON_16_CHIPS,
-)
-"""LFM2-350M on 16 chips."""
 PADDING = 0.01
 """The share by which the compiler may pad the arrays that the chips exchange."""
 
@@ -107,16 +70,16 @@ PADDING = 0.01
 def sharded_programs(
     topology: Callable[[str], Topology], *, hybrids: bool = False
 ) -> Iterator[Program]:
-    """The training steps of Hawk or of hybrids, each for the chips that it needs."""
+    """The training steps of Hawk or of published hybrids, each for the chips that it needs."""
     of_hawk = (
         ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE_MODEL, parameter_faults),
         ("Hawk on a million tokens", "v5e:4x4", LONG_SEQUENCES, time_faults),
     )
-    of_hybrids = (
-        ("Qwen3.5-0.8B", "v5e:4x4", QWEN, parameter_faults),
-        ("LFM2-350M", "v5e:4x4", LFM2, parameter_faults),
-    )
-    for name, chips, config, faults in of_hybrids if hybrids else of_hawk:
+    of_published = [
+        (name, "v5e:4x4", TrainConfig(model, **ON_16_CHIPS), parameter_faults)
+        for name, model in published_models(remat="full").items()
+    ]
+    for name, chips, config, faults in of_published if hybrids else of_hawk:
         mesh, devices = config.mesh, topology(chips).chips
         yield Program(
             name,

@@ -8,11 +8,14 @@ from twinscan.interrupted import exit_at_once, until_the_pipe_is_closed
 from twinscan.own_packages import pin
 
 COMMANDS = {
-    "train": ("train.__main__", "train a language model on a text"),
-    "generate": ("train.generate", "continue a prompt with a run's model"),
-    "convert": ("train.convert", "write a checkpoint or a run in the layout of another package"),
-    "evaluate": ("train.evaluate", "compute the loss of a run's model on a text"),
-    "export": ("train.export", "write a run's weights for its PyTorch twin"),
+    "train": ("train.command.train", "train a language model on a text"),
+    "generate": ("train.command.generate", "continue a prompt with a run's model"),
+    "convert": (
+        "train.command.convert",
+        "write a checkpoint or a run in the layout of another package",
+    ),
+    "evaluate": ("train.command.evaluate", "compute the loss of a run's model on a text"),
+    "export": ("train.command.export", "write a run's weights for its PyTorch twin"),
     "parity": ("parity_tests.report.command", "compare every JAX layer with its PyTorch twin"),
 }
 USAGE = "\n".join(

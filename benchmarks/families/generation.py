@@ -24,7 +24,7 @@ from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models import LanguageModel, RWKV7LanguageModelConfig, generate, stream
 from jax_models.models.sampling import sample
-from train.config import PRESETS
+from train.run.config import PRESETS
 
 PART, GREEDY_PART = "a token", "a step of all rows"
 LOOP = f"{OURS}, one compiled loop"

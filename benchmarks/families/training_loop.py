@@ -20,11 +20,11 @@ from benchmarks.compare import Session
 from benchmarks.outcome import Check, Outcome, Row
 from benchmarks.problem import OURS, Framework
 from benchmarks.report.table import show
-from train.config import PRESETS, TrainConfig
-from train.loop import STEPS_PER_CALL, train
-from train.run import Run, build_trainer
-from train.vocabulary import Characters
-from train.windows import Batches, Windows, split
+from train.data.vocabulary import Characters
+from train.data.windows import Batches, Windows, split
+from train.run.config import PRESETS, TrainConfig
+from train.run.folder import Run, build_trainer
+from train.run.loop import STEPS_PER_CALL, train
 
 PART = "training step"
 PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}

@@ -10,10 +10,11 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
+from jax_models.layers.lstm import LSTM
 from jax_models.ops import LSTMNorms, LSTMState
 from jax_models.options import Initializer, LayerOptions, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, gates, same, transposed
+from jax_models.weights import Layouts, Table, gates, layouts_of, same, summed, transposed
 
 
 class LayerNormLSTM(SequenceLayer[LSTMState]):
@@ -124,3 +125,22 @@ def cell_norms(param: str) -> Table:
         same(f"{param}.cell_scale", "layer_norm_c.weight"),
         same(f"{param}.cell_bias", "layer_norm_c.bias"),
     ]
+
+
+@layouts_of(LSTM)
+def lstm_layouts(lstm: LSTM) -> Layouts:
+    """`labml`: the keys of labml's LSTM, which has one bias in each layer."""
+    weights = lstm.cells[0].arrays().keys()
+    if not lstm.causal or weights - {"bias_hh"} != {"kernel_ih", "kernel_hh", "bias_ih"}:
+        return {}
+    rows = []
+    for cell in (f"cells.{index}" for index in range(lstm.num_layers)):
+        bias = f"{cell}.hidden_lin.bias"
+        rows += [
+            transposed(f"{cell}.kernel_ih", f"{cell}.input_lin.weight"),
+            transposed(f"{cell}.kernel_hh", f"{cell}.hidden_lin.weight"),
+            summed((f"{cell}.bias_ih", f"{cell}.bias_hh"), bias)
+            if "bias_hh" in weights
+            else same(f"{cell}.bias_ih", bias),
+        ]
+    return {"labml": rows}

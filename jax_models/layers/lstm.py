@@ -12,10 +12,10 @@ from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
 from jax_models.ops.gated import checked_method
 from jax_models.options import FloatingDtype, Initializer
-from jax_models.weights import Layouts, same, summed, transposed
+from jax_models.weights import Layouts, SharedLayer
 
 
-class LSTM(RecurrentStack[LSTMState]):
+class LSTM(SharedLayer, RecurrentStack[LSTMState]):
     """The long short-term memory network.
 
         >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
@@ -140,23 +140,8 @@ class LSTM(RecurrentStack[LSTMState]):
         self.method = checked_method(method)
 
     def operator(self):
-        return partial(ops.lstm_stack, method=self.method)
+        return partial(ops.recurrent_stack, ops.lstm, method=self.method)
 
     def torch_layouts(self) -> Layouts:
-        """The layouts of every stack, and `labml`: the keys of labml's LSTM."""
-        layouts = super().torch_layouts()
-        weights = self.cells[0].arrays().keys()
-        has_recurrent_bias = "bias_hh" in weights
-        if self.causal and weights - {"bias_hh"} == {"kernel_ih", "kernel_hh", "bias_ih"}:
-            layouts["labml"] = [
-                row
-                for cell in (f"cells.{index}" for index in range(self.num_layers))
-                for row in (
-                    transposed(f"{cell}.kernel_ih", f"{cell}.input_lin.weight"),
-                    transposed(f"{cell}.kernel_hh", f"{cell}.hidden_lin.weight"),
-                    summed((f"{cell}.bias_ih", f"{cell}.bias_hh"), f"{cell}.hidden_lin.bias")
-                    if has_recurrent_bias
-                    else same(f"{cell}.bias_ih", f"{cell}.hidden_lin.bias"),
-                )
-            ]
-        return layouts
+        """The layouts of every stack, and those that the files of architectures declare."""
+        return RecurrentStack.torch_layouts(self) | SharedLayer.torch_layouts(self)

@@ -135,7 +135,7 @@ class RecurrentStack(SequenceLayer[State]):
     def operator(self) -> Callable[..., tuple[Array, State]]:
         """Returns the function that runs several layers.
 
-        It is `ops.recurrent_stack` with a recurrence, or `ops.lstm_stack`. A subclass defines it.
+        It is `ops.recurrent_stack` with a recurrence. A subclass defines it.
         """
         raise NotImplementedError  # a subclass defines it
 

@@ -4,6 +4,7 @@ __all__ = ["GPModel", "GPModelConfig"]
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack
 
 from flax import nnx
@@ -14,7 +15,8 @@ from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.self_attention import SelfAttentionBlock
 from jax_models.models.architecture import UNDETERMINED, Checkpoint, Fields, Layout, Size, has
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.configs import StackConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import squeezed
@@ -37,6 +39,39 @@ def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
     """Counts the linear layers of the filter network of the lowest block."""
     weight = re.compile(r"layers\.0\.filter\.mlp\.\d+\.weight")
     return sum(weight.fullmatch(key) is not None for key in checkpoint.weights) or ...
+
+
+HYENA = {
+    "recipe": "annotated-hyena",
+    "model.embedding_dropout_rate": 0.2,
+    "optimizer.learning_rate": 6e-4,
+    "optimizer.weight_decay": 0.4,
+}
+ATTENTION = HYENA | {
+    "model.block": "attention",
+    "model.features": 384,
+    "model.block_dropout_rate": 0.2,
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.weight_decay": 0.1,
+}
+AUTHENTIC = HYENA | {
+    "model.block": "authentic-hyena",
+    "model.num_layers": 2,
+    "optimizer.weight_decay": 1.0,
+    "num_epochs": 10.0,
+}
+
+
+def _small(preset: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """A smaller model, which is trained faster: in fewer epochs, with a larger learning rate."""
+    return {
+        **preset,
+        "recipe": "annotated-hyena-small",
+        "model.features": 192,
+        "model.num_layers": num_layers,
+        "optimizer.learning_rate": 5 * preset["optimizer.learning_rate"],
+        "num_epochs": 3.0,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +99,15 @@ class GPModelConfig(StackConfig):
             },
         )
     }
+    presets: ClassVar = {
+        "annotated-hyena": HYENA,
+        "annotated-hyena-small": _small(HYENA, num_layers=3),
+        "annotated-attention": ATTENTION,
+        "annotated-attention-small": _small(ATTENTION, num_layers=3),
+        "authentic-hyena": AUTHENTIC,
+        "authentic-hyena-small": _small(AUTHENTIC, num_layers=2),
+    }
+    """The experiments of The Annotated Hyena, each with a `-small` version for two cores."""
 
     vocab_size: int = 65
     """Number of distinct tokens."""
@@ -97,29 +141,6 @@ class GPModelConfig(StackConfig):
     """Rate of the dropout in the blocks."""
     embedding_dropout_rate: Rate = 0.0
     """Rate of the dropout of the embeddings."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        """The experiments of The Annotated Hyena, each with a `-small` version for two cores."""
-        hyena = cls(embedding_dropout_rate=0.2)
-        attention = cls(
-            block="attention", features=384, embedding_dropout_rate=0.2, block_dropout_rate=0.2
-        )
-        authentic = cls(block="authentic-hyena", num_layers=2, embedding_dropout_rate=0.2)
-        rate, decay = "optimizer.learning_rate", "optimizer.weight_decay"
-        presets = {}
-        for name, model, num_layers, options in (
-            ("annotated-hyena", hyena, 3, {rate: 6e-4, decay: 0.4}),
-            ("annotated-attention", attention, 3, {rate: 3e-4, decay: 0.1}),
-            ("authentic-hyena", authentic, 2, {rate: 6e-4, decay: 1.0, "num_epochs": 10.0}),
-        ):
-            # The small version trains faster: fewer features, a larger learning rate and fewer
-            # epochs.
-            small = dataclasses.replace(model, features=192, num_layers=num_layers)
-            faster = options | {rate: 5 * options[rate], "num_epochs": 3.0}
-            presets[name] = Preset(model, "annotated-hyena", options)
-            presets[f"{name}-small"] = Preset(small, "annotated-hyena-small", faster)
-        return presets
 
     def build(self, **options: Unpack[NormOptions]) -> "GPModel":
         return GPModel(self, **options)

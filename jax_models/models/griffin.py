@@ -14,7 +14,7 @@ from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import Fields, Layout, Size, has
 from jax_models.models.hf import PatternConfig, kinds_by_key
-from jax_models.models.language_model import LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -116,6 +116,7 @@ class GriffinLanguageModelConfig(PatternConfig):
         "deepmind": _deepmind(Size("*.attention_block.proj_k.kernel", 1)),
         "deepmind-torch": _deepmind(Size("*.attention_block.proj_k.weight", 0)),
     }
+    presets: ClassVar = {"griffin": {}}
 
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
@@ -152,10 +153,6 @@ class GriffinLanguageModelConfig(PatternConfig):
         super().__post_init__()
         if self.logits_soft_cap < 0:
             raise ValueError(f"logits_soft_cap: expected at least 0, got {self.logits_soft_cap}")
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"griffin": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "GriffinLanguageModel":
         return GriffinLanguageModel(self, **options)

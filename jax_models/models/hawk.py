@@ -12,7 +12,8 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.rg_lru import Parameterization
 from jax_models.models.architecture import Layout, Size, has
-from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
+from jax_models.models.configs import BlocksConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 
 
@@ -35,6 +36,7 @@ class HawkLanguageModelConfig(BlocksConfig):
             },
         ),
     }
+    presets: ClassVar = {"hawk": {"model.parameterization": "softplus"}}
 
     mlp_features: int = 576
     """Width of the gated MLPs; three times `features` in the paper."""
@@ -44,10 +46,6 @@ class HawkLanguageModelConfig(BlocksConfig):
     """The parameter of the RG-LRUs: a_param ("softplus") or the decay a ("direct"). None:
     "softplus", until `from_torch` loads weights with a; `RGLRU` explains why.
     """
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"hawk": Preset(cls(parameterization="softplus"))}
 
     def build(self, **options: Unpack[NormOptions]) -> "HawkLanguageModel":
         return HawkLanguageModel(self, **options)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from jax_models.models.architecture import Checkpoint, Fields, whole_key
-from jax_models.models.language_model import BlocksConfig
+from jax_models.models.architecture import Checkpoint, Fields, architectures, whole_key
+from jax_models.models.configs import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 """The fields that are in `rope_parameters`, or in older files at the top level."""
@@ -52,6 +52,11 @@ class HFConfig(BlocksConfig):
     """The values that fields of a config.json can have, the default first."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
+
+    published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Published models whose sizes `benchmarks.full_size` and `tpu_compile` use: for each name, the
+    fields of the config.
+    """
 
     @classmethod
     def from_checkpoint(
@@ -160,3 +165,15 @@ class PatternConfig(HFConfig):
         """The kind of each block, from the lowest up."""
         kinds = self.block_types
         return [kinds[i % len(kinds)] for i in range(self.num_layers)]
+
+
+def published_models(**options: Any) -> dict[str, HFConfig]:
+    """The configs of the published models that the config classes declare, by name.
+
+    `options` are other fields of all these configs.
+    """
+    return {
+        name: config(**fields, **options)
+        for config in architectures(HFConfig)
+        for name, fields in config.published.items()
+    }

@@ -10,7 +10,8 @@ from flax import nnx
 
 from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
 from jax_models.models.architecture import Fields, Layout, Size, has
-from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
+from jax_models.models.configs import BlocksConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 
 TIME = "backbone.0.time."
@@ -57,6 +58,7 @@ class HippogriffLanguageModelConfig(BlocksConfig):
         "hippogriff": GRIFFIN_LM,
         "hippogriff-file": GRIFFIN_LM._replace(blocks_layout="hippogriff", repeats_embedding=False),
     }
+    presets: ClassVar = {"hippogriff": {}}
 
     num_layers: int = 2
     """Number of blocks, each with a recurrence and, unless `num_heads` is None, attention."""
@@ -79,10 +81,6 @@ class HippogriffLanguageModelConfig(BlocksConfig):
     0.0.3, the attention of a block comes before the recurrence, and the scale of the decay is
     stored as `alpha_log_scale`.
     """
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"hippogriff": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "HippogriffLanguageModel":
         return HippogriffLanguageModel(self, **options)

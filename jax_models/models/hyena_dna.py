@@ -16,7 +16,8 @@ from jax_models.layers.hyena_dna import HyenaDNABlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, tied_head
-from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.models.configs import StackConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 
 normal = nnx.initializers.normal(0.02)
@@ -83,6 +84,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
         "hyena-dna-hf-file": _layout("hyena.", HEAD, "hyena-dna-file", in_file=True),
         "hyena-dna-hf-file-with-head": _layout("hyena.", HEAD, "hyena-dna-file"),
     }
+    presets: ClassVar = {"hyena-dna": {"model.context_length": 128}}
 
     vocab_size: int = 16
     """Number of rows of the embedding: 12 tokens and 4 unused rows."""
@@ -122,10 +124,6 @@ class HyenaDNALanguageModelConfig(StackConfig):
     """Rate of the dropout of the outputs of mixers and MLPs before they are added."""
     embedding_dropout_rate: Rate = 0.0
     """Rate of the dropout of the embeddings. HyenaDNA is trained with 0.1."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"hyena-dna": Preset(cls(context_length=128))}
 
     def build(self, **options: Unpack[NormOptions]) -> "HyenaDNALanguageModel":
         return HyenaDNALanguageModel(self, **options)

@@ -1,11 +1,9 @@
 """The language model: maps tokens to logits of the next token with any of the sequence layers."""
 
-__all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
+__all__ = ["LanguageModel", "LanguageModelState"]
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar, Unpack
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,87 +26,13 @@ from jax_models.checks.values import as_array, set_rows_to_nan
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
-from jax_models.models.architecture import Layout, ModelConfig
+from jax_models.models.architecture import Layout
+from jax_models.models.configs import LanguageModelConfig
 from jax_models.ops.rows import Rows, roll_rows
-from jax_models.options import CheckedOptions, NormOptions
+from jax_models.options import CheckedOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
 from jax_models.weights.rows import join
-
-Layer = TypeVar("Layer", bound=SequenceLayer)
-
-
-class Preset(NamedTuple):
-    """The settings of a run that `twinscan train --preset` starts."""
-
-    model: "LanguageModelConfig"
-    recipe: str = "shakespeare-warmup"
-    """The name of the recipe in `train.config.RECIPES`, which holds all other options."""
-    options: Mapping[str, Any] = {}
-    """Options that differ from the recipe, such as `{"optimizer.learning_rate": 1e-3}`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LanguageModelConfig(ModelConfig):
-    """The base class of the configs of all language models. All integer fields are positive."""
-
-    tokenizer: ClassVar[str | None] = None
-    """The name of the published vocabulary, if all models of the class have the same."""
-    twin: ClassVar[str] = "torch_ref"
-    """The module with the PyTorch twin, a class with the model's name and a `from_config`."""
-    unsaved_values: ClassVar[Mapping[str, Any]] = {}
-    """The values of fields that are missing in the config.json of a run of an earlier version, if
-    that version had other defaults.
-    """
-
-    vocab_size: int
-    """Number of distinct tokens."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        """The runs that `twinscan train --preset` offers for this architecture, by name."""
-        return {}
-
-    def build(self, **options: Unpack[NormOptions]) -> "LanguageModel":
-        """Builds the model of this config."""
-        return super().build(**options)
-
-    def make(self, layer: Callable[..., Layer], **others: Any) -> Layer:
-        """Builds a layer.
-
-        Arguments that have the name of a config field receive the value of the field. `others` are
-        passed on and take precedence.
-        """
-        names = inspect.signature(layer).parameters
-        fields = [field.name for field in dataclasses.fields(self) if field.name in names]
-        return layer(**{name: getattr(self, name) for name in fields} | others)
-
-
-@dataclasses.dataclass(frozen=True)
-class StackConfig(LanguageModelConfig):
-    """The base class of the configs of language models whose blocks have equal sizes."""
-
-    remat: Remat = dataclasses.field(default="none", kw_only=True)
-    """The part that the backward pass recomputes to save memory. "none": nothing. "dots":
-    everything except the results of matrix products. "full": everything except the inputs of the
-    blocks.
-    """
-    scan_layers: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether to compile one block and reuse it for all. On a CPU, this compiles large blocks
-    faster, but runs slower.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class BlocksConfig(StackConfig):
-    """The base class of the configs of models of residual blocks, with the sizes that all have."""
-
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Number of residual blocks."""
 
 
 class LanguageModelState(NamedTuple):
@@ -410,3 +334,19 @@ def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
             raise ValueError(f"{name}: expected values in 0 … {vocab_size - 1}, got {found}")
         return jax.device_put(values)  # `jnp.asarray` would compile a program for each shape
     return jnp.where(outside, vocab_size, values)
+
+
+_MOVED = {
+    "BlocksConfig": "import it from jax_models.models.configs",
+    "StackConfig": "import it from jax_models.models.configs",
+    "Preset": "declare presets as a mapping of names to options",
+}
+"""What to do instead of importing names that this module had."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        """Says what to do instead of importing a name that moved."""
+        if name in _MOVED:  # an import would hide an AttributeError
+            raise ImportError(f"{__name__}.{name}: {_MOVED[name]}: see docs/migration.md")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, parts
@@ -66,6 +65,18 @@ class LFM2LanguageModelConfig(HybridConfig):
     } | {"conv_L_cache": "kernel_size", "conv_bias": "conv_bias"}
     hf_values: ClassVar = {"rope_type": ("default",), "tie_word_embeddings": (True, False)}
     hf_defaults: ClassVar = {"num_key_value_heads": 8}
+    published: ClassVar = {
+        "LFM2-350M": {
+            "vocab_size": 65_536,
+            "features": 1024,
+            "num_layers": 16,
+            "mlp_features": 4608,
+            "block_types": tuple(FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)),
+            "num_heads": 16,
+            "num_kv_heads": 8,
+        }
+    }
+    presets: ClassVar = {"lfm2": {}}
 
     block_types: tuple[str, ...] = ("conv", "conv", FULL)
     """The kinds of the blocks, from the lowest up. The pattern repeats."""
@@ -77,10 +88,6 @@ class LFM2LanguageModelConfig(HybridConfig):
     """Number of taps of the short convolutions."""
     conv_bias: bool = False
     """Whether the short convolutions and their projections have biases."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"lfm2": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "LFM2LanguageModel":
         return LFM2LanguageModel(self, **options)

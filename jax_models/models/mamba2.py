@@ -16,7 +16,7 @@ from jax_models.layers.mamba2 import Mamba2, Mamba2State, checked_limits
 from jax_models.layers.norm import RMSNorm
 from jax_models.models.architecture import UNDETERMINED, Layout, Size, has, tied_head
 from jax_models.models.hf import HFConfig
-from jax_models.models.language_model import LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
@@ -92,6 +92,7 @@ class Mamba2LanguageModelConfig(HFConfig):
         *("num_heads", "head_dim", "state_size", "n_groups"),
     )
     hf_values: ClassVar = {"hidden_act": ("silu", "swish")}
+    presets: ClassVar = {"mamba2": {}}
 
     num_heads: int = 6
     """Number of heads of each block."""
@@ -129,10 +130,6 @@ class Mamba2LanguageModelConfig(HFConfig):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"mamba2": Preset(cls())}
 
     @classmethod
     def from_checkpoint(

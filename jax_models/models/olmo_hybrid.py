@@ -19,7 +19,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
@@ -87,13 +86,10 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
     hf_fields: ClassVar = GatedDeltaNetConfig.hf_fields | {
         "linear_allow_neg_eigval": "negative_eigenvalues"
     }
+    presets: ClassVar = {"olmo-hybrid": {"num_steps": 1000}}
 
     negative_eigenvalues: bool = True
     """Whether a step of a Gated DeltaNet can flip the sign of what its state stores."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"olmo-hybrid": Preset(cls(), options={"num_steps": 1000})}
 
     def build(self, **options: Unpack[NormOptions]) -> "OLMoHybridLanguageModel":
         return OLMoHybridLanguageModel(self, **options)

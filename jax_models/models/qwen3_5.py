@@ -21,7 +21,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
@@ -87,13 +86,25 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     }
+    published: ClassVar = {
+        "Qwen3.5-0.8B": {
+            "vocab_size": 248_320,
+            "features": 1024,
+            "num_layers": 24,
+            "mlp_features": 3584,
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "head_features": 256,
+            "num_key_heads": 16,
+            "num_value_heads": 16,
+            "key_features": 128,
+            "value_features": 128,
+        }
+    }
+    presets: ClassVar = {"qwen3_5": {}}
 
     rotary_fraction: float = 0.25
     """The fraction of each head that rotary positions rotate."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"qwen3_5": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "Qwen35LanguageModel":
         return Qwen35LanguageModel(self, **options)

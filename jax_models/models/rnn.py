@@ -17,15 +17,17 @@ from jax_models.layers.min_rnn import MinGRU, MinLSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
-from jax_models.models.language_model import (
-    LanguageModel,
-    LanguageModelConfig,
-    Preset,
-)
+from jax_models.models.configs import LanguageModelConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
 from jax_models.weights import Layouts, same
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": MinLSTM}
+SHAKESPEARE = {
+    "recipe": "shakespeare",
+    "model.embedding_features": 64,
+    "model.hidden_features": 256,
+}
 
 
 def _torch_cell(size: int, fields: Fields) -> str | None:
@@ -66,6 +68,19 @@ class RNNLanguageModelConfig(LanguageModelConfig):
             },
         ),
     )
+    presets: ClassVar = {
+        "all-work": {"recipe": "all-work", "model.context_length": 8},
+        "lstm": {**SHAKESPEARE, "model.cell": "lstm"},
+        "gru": {**SHAKESPEARE, "model.cell": "gru"},
+        "rnn": {
+            **SHAKESPEARE,
+            "model.cell": "rnn",
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.clip_norm": 1.0,
+        },
+        "min-gru": {**SHAKESPEARE, "model.cell": "min_gru", "model.num_layers": 3},
+    }
+    """A quick first run for newcomers, and runs of several cells on Tiny Shakespeare."""
 
     vocab_size: int = 20
     """Number of distinct tokens."""
@@ -81,19 +96,6 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     """Number of layers of the recurrence."""
     dropout_rate: Rate = 0.0
     """Rate of the dropout between the layers."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        """A quick first run for newcomers, and runs of several cells on Tiny Shakespeare."""
-        sizes = {"embedding_features": 64, "hidden_features": 256}
-        slower = {"optimizer.learning_rate": 1e-3, "optimizer.clip_norm": 1.0}
-        return {
-            "all-work": Preset(cls(context_length=8), "all-work"),
-            "lstm": Preset(cls(cell="lstm", **sizes), "shakespeare"),
-            "gru": Preset(cls(cell="gru", **sizes), "shakespeare"),
-            "rnn": Preset(cls(cell="rnn", **sizes), "shakespeare", slower),
-            "min-gru": Preset(cls(cell="min_gru", num_layers=3, **sizes), "shakespeare"),
-        }
 
     def build(self, **options: Unpack[NormOptions]) -> "RNNLanguageModel":
         return RNNLanguageModel(self, **options)

@@ -18,7 +18,8 @@ from jax_models.layers.rwkv import RWKVBlock
 from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
 from jax_models.layers.rwkv_version import describe_other_version, rwkv_version
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.language_model import BlocksConfig, LanguageModel, Preset
+from jax_models.models.configs import BlocksConfig
+from jax_models.models.language_model import LanguageModel
 from jax_models.options import Initializer, NormOptions, checked_options
 from jax_models.sequence import SequenceLayer
 
@@ -99,13 +100,10 @@ class RWKVLanguageModelConfig(RWKVConfig):
         "blinkdl": BLINKDL._replace(sizes={"hidden_features": Size("*.ffn.key.weight", 0)}),
         "hf": HF._replace(sizes={"hidden_features": Size("*.feed_forward.key.weight", 0)}),
     }
+    presets: ClassVar = {"rwkv": {}}
 
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"rwkv": Preset(cls())}
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json with which transformers' RWKV is the same model."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
 from jax_models.models.architecture import Fields, Size
-from jax_models.models.language_model import LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
 
@@ -44,6 +44,7 @@ class RWKV6LanguageModelConfig(RWKVConfig):
         ),
         "hf": HF._replace(sizes=_as_in_blinkdl("attention", "feed_forward")),
     }
+    presets: ClassVar = {"rwkv6": {"recipe": "shakespeare-small-batches"}}
 
     hidden_features: int | None = None
     """Width of the channel mixes. None: 3.5 times `features`, rounded down to a multiple of 32."""
@@ -61,10 +62,6 @@ class RWKV6LanguageModelConfig(RWKVConfig):
         for name, size in zip(("mix_rank", "decay_rank"), ranks, strict=True):
             object.__setattr__(self, name, size)
         object.__setattr__(self, "hidden_features", hidden_features)
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"rwkv6": Preset(cls(), "shakespeare-small-batches")}
 
     def build(self, **options: Unpack[NormOptions]) -> "RWKV6LanguageModel":
         return RWKV6LanguageModel(self, **options)

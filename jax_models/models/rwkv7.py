@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 
 from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
 from jax_models.models.architecture import Size, has
-from jax_models.models.language_model import LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
 
@@ -42,6 +42,7 @@ class RWKV7LanguageModelConfig(RWKVConfig):
             }
         ),
     }
+    presets: ClassVar = {"rwkv7": {"recipe": "shakespeare-small-batches"}}
 
     hidden_features: int | None = None
     """Width of the channel mixes. None: four times `features`."""
@@ -67,10 +68,6 @@ class RWKV7LanguageModelConfig(RWKVConfig):
         for name, rank in default_ranks(self.features, vars(self)).items():
             object.__setattr__(self, name, rank)
         object.__setattr__(self, "hidden_features", self.hidden_features or 4 * self.features)
-
-    @classmethod
-    def presets(cls) -> dict[str, Preset]:
-        return {"rwkv7": Preset(cls(), "shakespeare-small-batches")}
 
     def build(self, **options: Unpack[NormOptions]) -> "RWKV7LanguageModel":
         return RWKV7LanguageModel(self, **options)

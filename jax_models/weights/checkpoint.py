@@ -66,7 +66,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if all((path / name).exists() for name in OF_RUN):
         raise ValueError(
             f"{path}: expected a checkpoint, got the folder of a run: use --run on the "
-            "command line, or train.run.Run.open(Path(…)).model() in Python"
+            "command line, or twinscan.Run.open(Path(…)).model() in Python"
         )
     config = json_object(path / CONFIG) if (path / CONFIG).exists() else None
     if any((path / name).exists() for name in ORBAX_FILES):

@@ -130,3 +130,5 @@ MUTATIONS = [
     ),
     *mask_ignored("Attention", LOCAL),
 ]
+
+COMPARED = {"Attention": partial(Attention, num_heads=4)}

@@ -3,7 +3,9 @@
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import torch_ref
@@ -118,3 +120,24 @@ MUTATIONS = [
     *mask_ignored("GatedDeltaNet", OPERATOR),
     *mask_ignored("GatedDeltaNet by chunks", "jax_models.ops.causal_conv"),
 ]
+
+
+def slow_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initializes dt_bias so that softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
+    step_size = jnp.exp(jax.random.uniform(key, shape, dtype, np.log(1e-3), np.log(0.1)))
+    return jnp.log(jnp.expm1(step_size))
+
+
+def with_four_heads(width: int, **options: Any) -> GatedDeltaNet:
+    """A `GatedDeltaNet` with four heads that together are as wide as its input."""
+    sizes = {"num_key_heads": 4, "num_value_heads": 4}
+    sizes |= {"key_features": width // 4, "value_features": width // 4}
+    return GatedDeltaNet(width, **sizes, **options)
+
+
+COMPARED = {
+    "GatedDeltaNet": with_four_heads,
+    "GatedDeltaNet, slow decay": partial(
+        with_four_heads, dt_init=slow_decay, negative_eigenvalues=True
+    ),
+}

@@ -225,3 +225,5 @@ MUTATIONS = [
     *mask_ignored("RGLRU of blocks", "jax_models.ops.linear.rg_lru.linear_recurrence"),
     *mask_ignored("LocalAttention", "jax_models.ops.local_attention"),
 ]
+
+COMPARED = {"LocalAttention": partial(LocalAttention, num_heads=4, window=128)}

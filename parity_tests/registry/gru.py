@@ -67,3 +67,6 @@ MUTATIONS = [
         )
     ),
 ]
+
+# Without compiled kernels, so that the times do not depend on what is installed.
+COMPARED = {"GRU": lambda width, **options: GRU(width, width, method="xla", **options)}

@@ -156,3 +156,5 @@ MUTATIONS = [
     *mask_ignored("CausalConv1D, kernel 4", "jax_models.ops.conv.causal_conv.delayed"),
     *mask_ignored("RGLRU", "jax_models.ops.linear.rg_lru.linear_recurrence"),
 ]
+
+COMPARED = {"Hawk": Hawk, "Hawk, direct": partial(Hawk, parameterization="direct")}

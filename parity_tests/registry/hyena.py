@@ -114,3 +114,5 @@ MUTATIONS = [
     ),
     Mutation("a constant trained", plain, "training", edited(train_times), TRAJECTORY),
 ]
+
+COMPARED = {"HyenaBlock": partial(HyenaBlock, max_length=4096)}

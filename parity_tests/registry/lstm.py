@@ -179,3 +179,6 @@ MUTATIONS = [
         )
     ),
 ]
+
+# Without compiled kernels, so that the times do not depend on what is installed.
+COMPARED = {"LSTM": lambda width, **options: LSTM(width, width, method="xla", **options)}

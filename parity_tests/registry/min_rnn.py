@@ -38,3 +38,5 @@ MUTATIONS = [
         for fault in mask_ignored(case, "jax_models.ops.linear.min_rnn.linear_recurrence")
     ),
 ]
+
+COMPARED = {"MinGRU": lambda width, **options: MinGRU(width, width, **options)}

@@ -180,3 +180,6 @@ MUTATIONS = [
     training("second beta of 0.9991", plant=adamw_with(b2=0.9991)),
     training("Nesterov's momentum", plant=adamw_with(nesterov=True)),
 ]
+
+# Without compiled kernels, so that the times do not depend on what is installed.
+COMPARED = {"RNN": lambda width, **options: RNN(width, width, method="xla", **options)}

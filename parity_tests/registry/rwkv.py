@@ -107,3 +107,5 @@ MUTATIONS = [
     ),
     *mask_ignored("RWKVTimeMix", "jax_models.ops.wkv"),
 ]
+
+COMPARED = {"RWKVBlock": RWKVBlock}

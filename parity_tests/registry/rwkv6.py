@@ -112,3 +112,5 @@ MUTATIONS = [
     *mask_ignored("RWKV6TimeMix", DELTA_RULE),
     *mask_ignored("RWKV6TimeMix by chunks", DELTA_RULE),
 ]
+
+COMPARED = {"RWKV6Block": partial(RWKV6Block, head_size=16)}

@@ -156,3 +156,5 @@ MUTATIONS = [
     *mask_ignored("RWKV7TimeMix", DELTA_RULE),
     *mask_ignored("RWKV7TimeMix by chunks", DELTA_RULE),
 ]
+
+COMPARED = {"RWKV7Block": partial(RWKV7Block, head_size=16, layer_index=0)}

@@ -121,3 +121,5 @@ MUTATIONS = [
     ),
     *mask_ignored("StripedHyenaBlock", OPERATOR),
 ]
+
+COMPARED = {"StripedHyenaMixer": StripedHyenaMixer}

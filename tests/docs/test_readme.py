@@ -3,15 +3,17 @@
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import re
 
 import pytest
 
 from docs_site.blocks import ROOT, blocks, differs, run
+from jax_models import load_pretrained
 from jax_models.models.architecture import architectures
-from train.__main__ import main as train
-from train.config import PRESETS
+from train.command.train import main as train
+from train.run.config import PRESETS
 from twinscan.__main__ import COMMANDS
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,9 +139,9 @@ def test_commands_and_their_options_exist(page):
                 continue
         elif program == "twinscan":
             name = COMMANDS[name][0]
-        elif name == "parity_tests":
-            name = COMMANDS["parity"][0]
-        if name in PACKAGES:
+        if name in ("parity_tests", "train"):
+            name = COMMANDS[name.removesuffix("_tests")][0]
+        elif name in PACKAGES:
             name += ".__main__"
         assert importlib.util.find_spec(name), line
         for option in re.findall(r"(?<![\w-])--[\w.-]+", line):
@@ -157,3 +159,24 @@ def test_the_pages_name_every_architecture():
     assert known == {
         name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")
     }
+
+
+def names(text: str, family: str) -> bool:
+    """Whether a text names an architecture, also as one of several versions: RWKV-4, 6 and 7."""
+    name, _, version = family.partition("-")
+    others = r"-(?:\d, )*(?:\d\s+and )?" if version.isdigit() else "-"
+    pattern = re.escape(name) + (others + re.escape(version) if version else "")
+    return re.search(rf"\b{pattern}\b", text) is not None
+
+
+def test_lists_in_prose_name_every_architecture():
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts = [pages["README.md"], pages["CHANGELOG.md"], inspect.getdoc(load_pretrained)]
+    published = [config.family for config in architectures() if config.model_types]
+    assert [[name for name in published if not names(text, name)] for text in texts] == [[]] * 3
+    models = [config.__name__.removesuffix("Config") for config in architectures()]
+    for page in "CHANGELOG.md", "architectures.md":
+        written = re.findall(r"`(\w+)(…?)`", pages[page])
+        whole = {name for name, dots in written if not dots}
+        starts = tuple(name for name, dots in written if dots)
+        assert not [name for name in models if name not in whole and not name.startswith(starts)]

@@ -14,7 +14,7 @@ from docs_site.proved import proved
 from jax_models import LSTM, LSTMState
 from parity_tests.checks import CHECKS
 from parity_tests.registry import CASES
-from train.mesh import MeshConfig
+from train.trainer.mesh import MeshConfig
 
 
 @pytest.fixture(scope="module")

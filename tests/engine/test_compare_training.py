@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from jax_models.weights import linear, same, transposed
 from parity_tests import TrainingReport, compare_training
-from train.optimizer import clip_by_global_norm, scale_by_amsgrad
+from train.trainer.optimizer import clip_by_global_norm, scale_by_amsgrad
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 import torch_ref
-import train.optimizer
+import train.trainer.optimizer
 from jax_models import (
     RGLRU,
     Hawk,
@@ -23,8 +23,8 @@ from jax_models import (
 from jax_models.weights import Table
 from parity_tests import compare, draft_table
 from parity_tests.engine.bounds.tolerance import assert_same
-from train.config import PRESETS, from_fields, to_fields
-from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
+from train.run.config import PRESETS, from_fields, to_fields
+from train.trainer.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
 
 @pytest.mark.usefixtures("x64")
@@ -55,7 +55,7 @@ def test_a_of_zero_and_one_load_and_run():
 def test_training_keeps_a_inside(monkeypatch, projects):
     """Without the projection, the steps would leave the interval."""
     if not projects:
-        monkeypatch.setattr(train.optimizer, "project", lambda params: params)
+        monkeypatch.setattr(train.trainer.optimizer, "project", lambda params: params)
     graphdef, params = nnx.split(RGLRU(8, parameterization="direct", rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
     optimizer = build_optimizer(OptimizerConfig(learning_rate=1.0), num_steps=2)

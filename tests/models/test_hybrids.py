@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import (
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
@@ -21,10 +21,10 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
-from train import convert, generate
-from train.config import TrainConfig
-from train.initial_weights import initialize
-from train.run import build_trainer
+from train.command import convert, generate
+from train.command.initial_weights import initialize
+from train.run.config import TrainConfig
+from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
 
 LINEAR, FULL = "linear_attention", "full_attention"

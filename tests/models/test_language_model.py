@@ -20,7 +20,7 @@ from jax_models import (
     generate,
     stream,
 )
-from jax_models.models import decoder
+from jax_models.models import decoder, language_model
 from jax_models.models.decoder import Decoder
 from jax_models.models.sampling import sample
 
@@ -248,3 +248,11 @@ def test_a_model_of_any_parts():
         LanguageModel(
             lm.config, [*lm.blocks, GRU(9, 9, rngs=rngs)], lm.norm, embedding=lm.embedding
         )
+
+
+@pytest.mark.parametrize("name", language_model._MOVED)
+def test_a_name_that_moved_says_where_it_is(name):
+    with pytest.raises(ImportError, match=f"language_model.{name}: .*: see docs/migration.md"):
+        exec(f"from jax_models.models.language_model import {name}", {})
+    with pytest.raises(AttributeError, match="has no attribute 'Presets'"):
+        _ = language_model.Presets

@@ -18,7 +18,6 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
-from jax_models.models.language_model import Preset
 from jax_models.weights import layouts_of, linear, nested
 
 PROJECTIONS = ("gate", "up", "down")
@@ -57,6 +56,7 @@ class MixedLanguageModelConfig(HybridConfig):
         "mixed": {"conv": BlockKeys("conv", *KEYS), FULL: BlockKeys("attention", *KEYS)}
     }
     layouts: ClassVar = {"mixed": STATE_DICT, "mixed-file": FILE}
+    presets: ClassVar = {"mixed": {"num_steps": 4, "window": 12}}
 
     vocab_size: int = 11
     features: int = 8
@@ -68,10 +68,6 @@ class MixedLanguageModelConfig(HybridConfig):
     head_features: int | None = 4
     rope_theta: float | None = None
     max_length: int | None = 40
-
-    @classmethod
-    def presets(cls):
-        return {"mixed": Preset(cls(), options={"num_steps": 4, "window": 12})}
 
     def build(self, **options):
         return MixedLanguageModel(self, **options)
@@ -220,7 +216,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 import benchmarks.bound
-import train.convert
+from train.command import convert
 from benchmarks.families.training_loop import config_of
 from jax_models import GatedMLP, LFM2LanguageModelConfig, from_weights, load_pretrained, to_torch
 from jax_models.models.architecture import architectures
@@ -238,7 +234,7 @@ assert benchmarks.bound.cases_by_architecture()["mixed"] == ["MixedLanguageModel
 save_file(weights, "mixed.safetensors")
 for read in (load_pretrained("mixed.safetensors"), from_weights(weights)):
     assert dataclasses.replace(read.config, max_length=None) == config, read.config
-train.convert.main("--from mixed.safetensors --to b.safetensors --layout mixed-file".split())
+convert.main("--from mixed.safetensors --to b.safetensors --layout mixed-file".split())
 converted = to_torch(load_pretrained("b.safetensors"))
 for key, array in weights.items():
     np.testing.assert_array_equal(converted[key], array)
@@ -276,4 +272,6 @@ def test_it_is_trained_on_a_mesh_and_compared_with_the_twin(run):
     train = ["-m", "train", "--preset", "mixed", "--text", "text", "--out", "run"]
     shown = run(*train, "--optimizer.warmup-steps", "0", "--eval-batches", "1", *MESH)
     assert "errors of the float32 logits against the float64 twin" in shown
-    assert run("-m", "train.generate", "--run", "run", "--prompt", "To be").startswith("To be")
+    assert run("-m", "train.command.generate", "--run", "run", "--prompt", "To be").startswith(
+        "To be"
+    )

@@ -17,7 +17,7 @@ from jax_models import GriffinLanguageModelConfig, from_weights, to_torch
 from parity_tests.engine.bounds.tolerance import K, floor, rms
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
-from train.pretrained import read_model
+from train.command.pretrained import read_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 

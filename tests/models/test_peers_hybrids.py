@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 from peers import assert_same_logits_and_gradients, assert_same_start
 
-import train.convert as command
+import train.command.convert as command
 from jax_models import from_torch, generate, load_pretrained, to_torch
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from jax_models import HyenaDNALanguageModelConfig, HyenaDNAMixer, from_weights
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
-from train.published_vocabulary import Nucleotides
+from train.data.published_vocabulary import Nucleotides
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 

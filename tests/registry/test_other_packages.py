@@ -60,7 +60,7 @@ from flax import nnx
 
 from jax_models import LanguageModel, RMSNorm
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.language_model import Preset, StackConfig
+from jax_models.models.configs import StackConfig
 from plain.layer import PlainBlock
 
 
@@ -91,15 +91,13 @@ class PlainLanguageModelConfig(StackConfig):
         ),
     }
 
+    presets: ClassVar = {"plain": {"model.features": 8, "num_steps": 4, "window": 12}}
+
     vocab_size: int = 11
     features: int = 6
     num_layers: int = 2
     units: int = 5
     leak: float = 0.5
-
-    @classmethod
-    def presets(cls):
-        return {"plain": Preset(cls(features=8), options={"num_steps": 4, "window": 12})}
 
     def build(self, **options):
         return PlainLanguageModel(self, **options)
@@ -197,7 +195,7 @@ CONVERT = """
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
-import train.convert
+from train.command import convert
 from jax_models import load_pretrained, to_torch
 from plain.model import PlainLanguageModelConfig
 
@@ -206,7 +204,7 @@ model = config.build(rngs=nnx.Rngs(0))
 save_file(to_torch(model), "plain.safetensors")
 assert load_pretrained("plain.safetensors").config == model.config
 arguments = "--from plain.safetensors --to b.safetensors --layout plain-shifted"
-train.convert.main(arguments.split())
+convert.main(arguments.split())
 converted = load_pretrained("b.safetensors")
 assert converted.config == model.config
 for key, array in to_torch(model).items():
@@ -242,4 +240,6 @@ def test_it_is_trained_on_a_mesh_and_compared_with_the_twin(run):
     train = ["-m", "train", "--preset", "plain", "--text", "text", "--out", "run"]
     shown = run(*train, "--optimizer.warmup-steps", "0", "--eval-batches", "1", *MESH)
     assert "errors of the float32 logits against the float64 twin" in shown
-    assert run("-m", "train.generate", "--run", "run", "--prompt", "To be").startswith("To be")
+    assert run("-m", "train.command.generate", "--run", "run", "--prompt", "To be").startswith(
+        "To be"
+    )

@@ -218,7 +218,7 @@ class TestCompiled:
     def test_a_hyena_with_dropout_exchanges_no_more(self, tmp_path):
         change = """
 import dataclasses
-from train.config import PRESETS
+from train.run.config import PRESETS
 small = PRESETS["annotated-hyena-small"]
 model = dataclasses.replace(small.model, features=8, num_layers=1)
 PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_size=2)
@@ -247,10 +247,14 @@ from tpu_compile import sharded
 shared = {"vocab_size": 2048, "features": 256, "mlp_features": 4096}
 heads = {"head_features": 64, "num_key_heads": 8, "num_value_heads": 8}
 heads |= {"key_features": 64, "value_features": 64}
-for name, sizes in ("QWEN", {"num_layers": 4, **heads}), ("LFM2", {"num_layers": 3}):
-    config = getattr(sharded, name)
-    model = dataclasses.replace(config.model, **shared, **sizes)
-    setattr(sharded, name, dataclasses.replace(config, model=model, window=96))
+sizes = {"Qwen3.5-0.8B": {"num_layers": 4, **heads}, "LFM2-350M": {"num_layers": 3}}
+small = {
+    name: dataclasses.replace(config, **shared, **sizes[name])
+    for name, config in sharded.published_models(remat="full").items()
+    if name in sizes
+}
+sharded.published_models = lambda remat: small
+sharded.ON_16_CHIPS["window"] = 96
 """
         _, code, programs = self.compile(tmp_path / "record.json", "--hybrids", change=change)
         assert {title: program["faults"] for title, program in programs.items()} == {
@@ -261,7 +265,7 @@ for name, sizes in ("QWEN", {"num_layers": 4, **heads}), ("LFM2", {"num_layers":
 
     def test_a_gather_of_a_parameter_over_model_or_of_time_fails(self, tmp_path):
         change = """
-from train import step
+from train.trainer import step
 step.layer_spec = lambda spec, mesh: spec
 token_losses = step.token_losses
 def gathering(*args, **more):

@@ -5,15 +5,15 @@ import signal
 
 import pytest
 
-import train.__main__ as train_command
-from train.step import Trainer
+import train.command.train as train_command
+from train.trainer.step import Trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_late_checkpoints():
     """Writes checkpoints at evaluations only. On a busy machine, others would come by the clock."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.checkpoints.SECONDS_PER_SAVE", float("inf"))
+        patch.setattr("train.run.checkpoints.SECONDS_PER_SAVE", float("inf"))
         yield
 
 

@@ -11,8 +11,8 @@ import pytest
 from recurrent_gemma import write_recurrent_gemma
 
 from jax_models import LanguageModel, generate
-from train import generate as command
-from train.chat import ChatTemplate
+from train.command import generate as command
+from train.command.chat import ChatTemplate
 from twinscan.command_line import CommandLineError
 
 FOLDER = Path("chat")

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.checkpoints import Checkpoints, _compare
+from train.run.checkpoints import Checkpoints, _compare
 
 NEWEST = 3
 
@@ -110,7 +110,7 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
         save(7, 8, 9)
         return restore(reader._orbax, *args)
 
-    monkeypatch.setattr("train.checkpoints._compare", save_and_compare)
+    monkeypatch.setattr("train.run.checkpoints._compare", save_and_compare)
     chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
     assert not reader.damaged
 

@@ -23,7 +23,7 @@ from tokenizers import (
     trainers,
 )
 
-import train.convert as command
+import train.command.convert as command
 from jax_models import (
     GriffinLanguageModelConfig,
     HyenaDNALanguageModelConfig,
@@ -35,13 +35,13 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.load import loaded
-from train import generate
-from train.config import TrainConfig
-from train.generation_files import files_of_run, ids_of_run
-from train.initial_weights import files_to_keep, initialize
-from train.run import Run, build_trainer
-from train.tokens import until_end
-from train.vocabulary import Characters, read_tokenizer
+from train.command import generate
+from train.command.generation_files import files_of_run, ids_of_run
+from train.command.initial_weights import files_to_keep, initialize
+from train.data.tokens import until_end
+from train.data.vocabulary import Characters, read_tokenizer
+from train.run.config import TrainConfig
+from train.run.folder import Run, build_trainer
 from twinscan.command_line import CommandLineError
 
 GRIFFIN = GriffinLanguageModelConfig(

@@ -11,14 +11,14 @@ import optax
 import pytest
 from flax import nnx
 
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import HawkLanguageModelConfig, LanguageModel
-from train.digest import leaves_by_path
-from train.freeze import trainable
-from train.mesh import MeshConfig, build_mesh
-from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
-from train.run import Run, build_trainer
-from train.step import Trainer, TrainState, token_losses
+from train.process.digest import leaves_by_path
+from train.run.folder import Run, build_trainer
+from train.trainer.freeze import trainable
+from train.trainer.mesh import MeshConfig, build_mesh
+from train.trainer.optimizer import OptimizerConfig, apply_gradient, build_optimizer
+from train.trainer.step import Trainer, TrainState, token_losses
 
 FREEZE = ("embedding", r"blocks\.0\.")
 ONE = MeshConfig(data=1)
@@ -144,7 +144,7 @@ def test_a_run_keeps_its_frozen_parameters(tmp_path, monkeypatch, unreported):
 
     Its lines have no MFU, because that counts the gradients of all parameters.
     """
-    monkeypatch.setattr("train.monitor.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("train.run.monitor.peak_flops", lambda *_: 1e12)
     folder = tmp_path / "run"
     short = ["--eval-batches", "1", "--eval-every", "2"]
     train_command.main(

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train.__main__ as train_command
-from train.run import Run
+import train.command.train as train_command
+from train.run.folder import Run
 
 pytestmark = pytest.mark.xdist_group("hosts")  # so that they share the fixture
 SECONDS = 180

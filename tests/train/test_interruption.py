@@ -17,14 +17,14 @@ import filelock
 import pytest
 from flax import nnx
 
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import RNNLanguageModelConfig
-from train.checkpoints import Checkpoints
-from train.config import TrainConfig
-from train.run import Run
-from train.step import Trainer
-from train.text import ALL_WORK
-from train.vocabulary import Characters
+from train.data.text import ALL_WORK
+from train.data.vocabulary import Characters
+from train.run.checkpoints import Checkpoints
+from train.run.config import TrainConfig
+from train.run.folder import Run
+from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError, one_line_errors
 
 pytestmark = pytest.mark.usefixtures("unreported")
@@ -113,9 +113,9 @@ def test_a_run_that_is_killed_early_resumes(whole, tmp_path, monkeypatch, capsys
         command(folder)
     (folder / "checkpoints" / "3.partial").mkdir()
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    monkeypatch.setattr("train.checkpoints.SECONDS_PER_SAVE", 0.0)
-    monkeypatch.setattr("train.checkpoints.SAVING_SHARE", float("inf"))
-    monkeypatch.setattr("train.loop.STEPS_PER_CALL", 2)
+    monkeypatch.setattr("train.run.checkpoints.SECONDS_PER_SAVE", 0.0)
+    monkeypatch.setattr("train.run.checkpoints.SAVING_SHARE", float("inf"))
+    monkeypatch.setattr("train.run.loop.STEPS_PER_CALL", 2)
     calls = iter(range(3))
     monkeypatch.setattr(
         Trainer, "steps", lambda *args: steps(*args) if next(calls, None) is not None else kill()

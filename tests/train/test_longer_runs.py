@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train.__main__ as train_command
-from train.config import TrainConfig, with_options
-from train.export import export
-from train.optimizer import AveragedState
-from train.run import Run, build_trainer
-from train.step import TrainState
-from train.text import ALL_WORK
-from train.vocabulary import Characters
-from train.windows import Batches, split
+import train.command.train as train_command
+from train.command.export import export
+from train.data.text import ALL_WORK
+from train.data.vocabulary import Characters
+from train.data.windows import Batches, split
+from train.run.config import TrainConfig, with_options
+from train.run.folder import Run, build_trainer
+from train.trainer.optimizer import AveragedState
+from train.trainer.step import TrainState
 from twinscan.command_line import CommandLineError
 
 pytestmark = pytest.mark.usefixtures("unreported")

@@ -29,10 +29,10 @@ from jax_models import (
 )
 from jax_models.mesh_axes import declared_mesh_axes, last_axis, whole
 from parity_tests.registry import CASES
-from train.digest import leaves_by_path
-from train.mesh import MODEL, MeshConfig, build_mesh, param_specs
-from train.optimizer import OptimizerConfig, build_optimizer
-from train.step import Trainer
+from train.process.digest import leaves_by_path
+from train.trainer.mesh import MODEL, MeshConfig, build_mesh, param_specs
+from train.trainer.optimizer import OptimizerConfig, build_optimizer
+from train.trainer.step import Trainer
 
 STEPS, ROWS, WINDOW, VOCABULARY = 4, 8, 32, 64
 MODELS = {name: case for name, case in CASES.items() if case.config is not None}

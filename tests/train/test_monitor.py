@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import train.__main__ as train_command
-import train.step
-from train import evaluate, heartbeat
-from train.config import TrainConfig
-from train.curve import draw_curve
-from train.monitor import peak_flops
-from train.run import Run, build_trainer
-from train.text import ALL_WORK
-from train.vocabulary import Characters
-from train.windows import Batches, split
+import train.command.train as train_command
+import train.trainer.step
+from train.command import evaluate
+from train.data.text import ALL_WORK
+from train.data.vocabulary import Characters
+from train.data.windows import Batches, split
+from train.process import heartbeat
+from train.run.config import TrainConfig
+from train.run.curve import draw_curve
+from train.run.folder import Run, build_trainer
+from train.run.monitor import peak_flops
 from twinscan.command_line import CommandLineError, one_line_errors
 
 pytestmark = pytest.mark.usefixtures("unreported")
@@ -47,7 +48,7 @@ def lines(folder: Path) -> list[dict]:
 @pytest.fixture
 def fails_at(monkeypatch):
     """Makes the gradients of some steps NaN, without changing their losses."""
-    token_losses = train.step.token_losses
+    token_losses = train.trainer.step.token_losses
 
     def fail(*steps: int) -> None:
         bad = np.stack([BATCHES[step] for step in steps])
@@ -60,19 +61,19 @@ def fails_at(monkeypatch):
             inner = jnp.where(is_bad, 0 * losses, 1.0)
             return losses + jnp.sqrt(inner) - jnp.where(is_bad, 0.0, 1.0)
 
-        monkeypatch.setattr(train.step, "token_losses", failing)
+        monkeypatch.setattr(train.trainer.step, "token_losses", failing)
 
     return fail
 
 
 @pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
 def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeypatch):
-    token_losses = train.step.token_losses
+    token_losses = train.trainer.step.token_losses
 
     def failing(model, inputs, targets, **options):
         return token_losses(model, inputs, targets) + jnp.where(inputs[0, 0] == 7, number, 0.0)
 
-    monkeypatch.setattr(train.step, "token_losses", failing)
+    monkeypatch.setattr(train.trainer.step, "token_losses", failing)
     trainer = build_trainer(TrainConfig())
     good, bad, *_ = tokens = np.random.default_rng(0).integers(0, 7, (4, 4, 9))
     bad[0, 0] = 7
@@ -114,7 +115,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(fails_at, tmp_path, capsys)
 
 def test_the_lines_of_a_run(tmp_path, monkeypatch, capsys):
     """TensorBoard gets the same numbers, and the curve is redrawn meanwhile."""
-    monkeypatch.setattr("train.monitor.FIRST_DRAWING", 0.0)
+    monkeypatch.setattr("train.run.monitor.FIRST_DRAWING", 0.0)
     drawn = []
     monkeypatch.setattr(Run, "draw_curve", lambda run: drawn.append(run.metrics()[-1]["step"]))
     run = command(tmp_path / "run", "--optimizer.schedule", "cosine", "--tensorboard")
@@ -174,7 +175,7 @@ def tensorboard_scalars(folder: Path) -> dict[tuple[int, str], float]:
 @pytest.mark.slow
 def test_a_long_silence_is_broken(tmp_path, monkeypatch, capsys):
     """While the run is compiled, evaluated and trained, and not while it prints lines anyway."""
-    monkeypatch.setattr("train.heartbeat.SECONDS", 0.001)
+    monkeypatch.setattr("train.process.heartbeat.SECONDS", 0.001)
     command(tmp_path / "run", "--log-every", "30", "--eval-every", "30")
     printed = capsys.readouterr().out
     for activity in (
@@ -186,7 +187,7 @@ def test_a_long_silence_is_broken(tmp_path, monkeypatch, capsys):
         assert re.search(rf"^{activity} \(\d+ s\)$", printed, re.MULTILINE), activity
     evaluate.main(["--run", str(tmp_path / "run")])
     assert re.search(r"^train: 0 of \d+ tokens \(0 s\)$", capsys.readouterr().err, re.MULTILINE)
-    monkeypatch.setattr("train.heartbeat.SECONDS", 0.2)
+    monkeypatch.setattr("train.process.heartbeat.SECONDS", 0.2)
     lines = []
     with heartbeat.heartbeat(lines.append), heartbeat.doing("sleeping"):
         for _ in range(8):
@@ -240,7 +241,7 @@ def test_peaks_are_known_by_the_devices_kind():
 
 
 def test_utilization_where_the_peak_is_known(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("train.monitor.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("train.run.monitor.peak_flops", lambda *_: 1e12)
     for line in command(tmp_path / "run").metrics("training"):
         expected = 6 * 1380 * line["tokens_per_second"] / 1e12
         np.testing.assert_allclose(line["mfu"], expected, rtol=0, atol=6e-5)

@@ -12,14 +12,18 @@ import pytest
 import torch
 from flax import nnx
 
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import to_torch
 from parity_tests.engine.bounds.tolerance import FLOAT64
 from parity_tests.registry import CASES
-from train.accumulation import accumulate_gradients
-from train.config import TrainConfig
-from train.mesh import MeshConfig, build_mesh
-from train.optimizer import (
+from train.data.text import ALL_WORK
+from train.data.vocabulary import Characters
+from train.data.windows import Batches, split
+from train.run.config import TrainConfig
+from train.run.folder import Run, build_trainer
+from train.trainer.accumulation import accumulate_gradients
+from train.trainer.mesh import MeshConfig, build_mesh
+from train.trainer.optimizer import (
     AveragedState,
     OptimizerConfig,
     add_decayed_weights,
@@ -29,11 +33,7 @@ from train.optimizer import (
     convert_state,
     is_matrix,
 )
-from train.run import Run, build_trainer
-from train.step import Trainer
-from train.text import ALL_WORK
-from train.vocabulary import Characters
-from train.windows import Batches, split
+from train.trainer.step import Trainer
 
 FIRST = {case.architecture: case for case in reversed(CASES.values())}
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_steps=3)

@@ -16,7 +16,7 @@ from flax import nnx
 from recurrent_gemma import random_model, write_recurrent_gemma
 from safetensors.flax import save_file
 
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import (
     HyenaDNALanguageModelConfig,
     LanguageModel,
@@ -26,13 +26,14 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
-from train import convert, published_vocabulary
-from train import generate as command
-from train.config import PRESETS
-from train.initial_weights import files_to_keep
-from train.pretrained import Numbers, read_model, tokens_of
-from train.published_vocabulary import Nucleotides, World
-from train.run import Run
+from train.command import convert
+from train.command import generate as command
+from train.command.initial_weights import files_to_keep
+from train.command.pretrained import Numbers, read_model, tokens_of
+from train.data import published_vocabulary
+from train.data.published_vocabulary import Nucleotides, World
+from train.run.config import PRESETS
+from train.run.folder import Run
 from twinscan.command_line import CommandLineError
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"

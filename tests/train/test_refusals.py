@@ -19,9 +19,8 @@ from flax import nnx
 
 import parity_tests.report.command as parity_command
 import torch_ref
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, RWKV7LanguageModelConfig
-from train import convert, evaluate, export, generate
 from train.checks import (
     checked_betas,
     checked_contents,
@@ -32,14 +31,15 @@ from train.checks import (
     checked_seed,
     checked_texts,
 )
-from train.config import TrainConfig, from_fields, to_fields
-from train.mesh import MeshConfig, build_mesh
-from train.optimizer import OptimizerConfig, build_optimizer
-from train.run import Run, build_trainer
-from train.step import Trainer
-from train.text import Text
-from train.vocabulary import Characters
-from train.windows import Batches, Windows, split
+from train.command import convert, evaluate, export, generate
+from train.data.text import Text
+from train.data.vocabulary import Characters
+from train.data.windows import Batches, Windows, split
+from train.run.config import TrainConfig, from_fields, to_fields
+from train.run.folder import Run, build_trainer
+from train.trainer.mesh import MeshConfig, build_mesh
+from train.trainer.optimizer import OptimizerConfig, build_optimizer
+from train.trainer.step import Trainer
 from twinscan import command_line
 from twinscan.command_line import one_line_errors
 

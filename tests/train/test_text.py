@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-import train.__main__ as train_command
-import train.text
+import train.command.train as train_command
+import train.data.text
 from jax_models import LanguageModel, RNNLanguageModelConfig
-from train import evaluate, generate
-from train.config import TrainConfig
-from train.run import Run, build_trainer
-from train.text import ALL_WORK, Text, default_cache
-from train.vocabulary import Bytes, Characters, Subwords, from_fields
-from train.windows import Batches, Windows, split
+from train.command import evaluate, generate
+from train.data.text import ALL_WORK, Text, default_cache
+from train.data.vocabulary import Bytes, Characters, Subwords, from_fields
+from train.data.windows import Batches, Windows, split
+from train.run.config import TrainConfig
+from train.run.folder import Run, build_trainer
 from twinscan.command_line import CommandLineError
 
 RNG = np.random.default_rng(0)
@@ -80,8 +80,8 @@ def test_documents_of_a_folder(folder):
 @pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("separator", [None, "|", "<|end|>", "\n"])
 def test_documents_however_they_are_read(block, separator, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.text, "LONGEST_LINE", 40)
-    monkeypatch.setattr("train.files.BLOCK", block)
+    monkeypatch.setattr(train.data.text, "LONGEST_LINE", 40)
+    monkeypatch.setattr("train.process.files.BLOCK", block)
     written = [sentence(n) for n in (1, 3, 200, 0, 57)]
     content = (separator or "").join(written)
     path = tmp_path / "text"
@@ -118,7 +118,7 @@ def test_a_tokenizer_sees_a_long_text_as_a_short_one(tmp_path, monkeypatch):
     vocabulary = Subwords(tokenizer())
     content = "".join(sentence(30) for _ in range(50))
     (tmp_path / "text").write_text(content)
-    monkeypatch.setattr("train.files.BLOCK", 64)
+    monkeypatch.setattr("train.process.files.BLOCK", 64)
     tokens = Text([tmp_path / "text"]).tokens(vocabulary, tmp_path / "cache")
     np.testing.assert_array_equal(tokens[np.arange(len(tokens))], vocabulary.encode(content))
 

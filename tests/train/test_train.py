@@ -16,16 +16,16 @@ from flax import nnx
 from safetensors.torch import load_file
 
 import torch_ref
-import train.__main__ as train_command
+import train.command.train as train_command
 from jax_models import LanguageModelConfig
 from parity_tests.engine.bounds.tolerance import K, floor
 from parity_tests.registry import CASES
-from train import evaluate, export, generate
-from train import run as run_module
-from train.config import PRESETS, TrainConfig
-from train.run import Run, build_trainer
-from train.text import ALL_WORK
-from train.vocabulary import Characters
+from train.command import evaluate, export, generate
+from train.data.text import ALL_WORK
+from train.data.vocabulary import Characters
+from train.run import folder as run_module
+from train.run.config import PRESETS, TrainConfig
+from train.run.folder import Run, build_trainer
 from twinscan.command_line import CommandLineError, one_line_errors
 
 

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from published import GRIFFIN, HYENA_DNA, RWKV, assert_same_weights, build
 from safetensors.numpy import save_file
 
-import train.__main__
-import train.evaluate
-import train.export
-import train.generate
+import train.command.evaluate
+import train.command.export
+import train.command.generate
+import train.command.train
 from jax_models import (
     LSTM,
     SileroVAD,
@@ -183,15 +183,15 @@ def test_what_does_not_fit_the_mesh_is_named(mesh):
 @pytest.mark.slow
 @only_on_eight
 def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train.__main__, "report", lambda *_: None)
+    monkeypatch.setattr(train.command.train, "report", lambda *_: None)
 
     def printed(context, run):
         with context:
-            train.__main__.main(["--out", run, "--num-steps", "2", "--eval-batches", "1"])
+            train.command.train.main(["--out", run, "--num-steps", "2", "--eval-batches", "1"])
             capsys.readouterr()
-            train.evaluate.main(["--run", run])
-            train.generate.main(["--run", run, "--num-tokens", "9"])
-            train.export.main(["--run", run])
+            train.command.evaluate.main(["--run", run])
+            train.command.generate.main(["--run", run, "--num-tokens", "9"])
+            train.command.export.main(["--run", run])
         return capsys.readouterr().out.replace(run, "")
 
     expected = printed(contextlib.nullcontext(), str(tmp_path / "without"))

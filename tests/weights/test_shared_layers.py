@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jax_models
-from jax_models import LSTM, Attention, GatedMLP, from_torch, to_torch
+from jax_models import GRU, Attention, GatedMLP, from_torch, to_torch
 from jax_models.weights import SharedLayer, layouts_of
 
 SHARED = {
@@ -87,6 +87,6 @@ def test_what_cannot_be_declared(mlp_class):
     message = f"layouts_of(MLP): expected new names in {__name__}, got mine, which another"
     with pytest.raises(ValueError, match=f"^{re.escape(message)} architecture declares$"):
         mlp_class(3, 4, rngs=nnx.Rngs(0)).torch_layouts()
-    for layer in (LSTM, Attention(4, 2, rngs=nnx.Rngs(0))):
+    for layer in (GRU, Attention(4, 2, rngs=nnx.Rngs(0))):
         with pytest.raises(TypeError, match=r"such as Attention, got .*: build its table in the"):
             layouts_of(layer)

@@ -82,16 +82,11 @@ def recurrent_stack(
     return RECURRENT_STACK(call, method)
 
 
-@checked(batch_axes=(0, 1))
 def lstm_stack(
     x: Float[Array, "batch time in"],
     state: LSTMState,
     cells: list[dict[str, Array]],
-    *,
-    num_directions: Literal[1, 2],
-    method: LSTMMethod = "auto",
-    **masks: Unpack[Masks],
+    **options: Any,
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """Runs the `recurrent_stack` of `lstm`."""
-    options: Any = {"num_directions": num_directions, "method": method, **masks}
+    """Runs the `recurrent_stack` of `lstm`, with the same options."""
     return recurrent_stack(lstm, x, state, cells, **options)

@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.chat import TEMPLATE
-from train.pretrained import (
+from train.command.chat import TEMPLATE
+from train.command.pretrained import (
     SPECIAL_TOKENS,
     TOKENIZER,
     TOKENIZER_CONFIG,
     CheckpointTokens,
     special_tokens,
 )
-from train.run import Run
-from train.tokens import Tokens
-from train.vocabulary import Subwords, first_token
+from train.data.tokens import Tokens
+from train.data.vocabulary import Subwords, first_token
+from train.run.folder import Run
 
 GENERATION = "generation_config.json"
 FILES = (

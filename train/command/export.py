@@ -1,9 +1,9 @@
-"""`python -m train.export`: writes a run's weights for its torch twin and compares the two."""
+"""The command `twinscan export`: writes a run's weights for its twin and compares the two."""
 
 if __name__ == "__main__":
     from twinscan.command_line import run_module
 
-    run_module("train.export")
+    run_module("train.command.export")
 
 import dataclasses
 import importlib
@@ -17,12 +17,12 @@ from safetensors.numpy import save
 
 from jax_models import LanguageModel, from_torch, to_torch
 from jax_models.options import checked_options
-from train.files import whole
-from train.mesh import no_mesh
-from train.run import Run
+from train.process.files import whole
+from train.run.folder import Run
+from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, parse
 
-PROG = "python -m train.export"
+PROG = "python -m train.command.export"
 
 
 @dataclasses.dataclass(frozen=True)

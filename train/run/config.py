@@ -15,8 +15,8 @@ from jax_models.entry_points import broken_packages, by_name, failures_as_warnin
 from jax_models.models.architecture import ENTRY_POINTS, architectures
 from jax_models.options import CheckedFields
 from train.checks import Paths, Positive, Seed, Texts
-from train.mesh import MeshConfig
-from train.optimizer import OptimizerConfig
+from train.trainer.mesh import MeshConfig
+from train.trainer.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in architectures(LanguageModelConfig)}
 """The language models, by the name in a run's config.json."""
@@ -179,25 +179,45 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The options of a run, apart from its model, that several presets have in common."""
 
 
+def config_of_preset(model: type[LanguageModelConfig], options: Mapping[str, Any]) -> TrainConfig:
+    """The config of a run with these options, which `LanguageModelConfig.presets` explains.
+
+    Raises:
+        TypeError: an option does not exist.
+        ValueError: a value is wrong, or the recipe does not exist.
+
+    """
+    recipe = options.get("recipe", "shakespeare-warmup")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe}")
+    # The model is built at once, because other fields may depend on those that are given.
+    fields, others = {}, dict(RECIPES[recipe])
+    for name, value in options.items():
+        if name.startswith("model."):
+            fields[name.removeprefix("model.")] = value
+        elif name != "recipe":
+            others[name] = value
+    return with_options(TrainConfig(model(**fields)), others)
+
+
 def declared_presets() -> Iterator[tuple[str, TrainConfig, str]]:
     """Each preset of each architecture, with its name and the class that declares it.
 
     Inherited presets do not count, because they are those of another architecture.
     """
     for config in MODEL_CONFIGS.values():
-        if "presets" not in vars(config):
-            continue
+        declared = vars(config).get("presets", {})
         package, presets = config.__module__.partition(".")[0], {}
         is_ours = package == LanguageModelConfig.__module__.partition(".")[0]
         with contextlib.nullcontext() if is_ours else failures_as_warnings(ENTRY_POINTS, package):
-            for name, preset in config.presets().items():
-                if preset.recipe not in RECIPES:
-                    expected = ", ".join(RECIPES)
-                    raise ValueError(
-                        f"preset {name}: expected a recipe of {expected}, got {preset.recipe}"
-                    )
-                options = {**RECIPES[preset.recipe], **preset.options}
-                presets[name] = with_options(TrainConfig(preset.model), options)
+            if not isinstance(declared, Mapping):
+                raise TypeError(
+                    f"{config.__name__}.presets: expected a mapping of names to options, such as "
+                    '{"small": {"model.num_layers": 2}}, got a '
+                    f"{type(declared).__name__}"
+                )
+            for name, options in declared.items():
+                presets[name] = config_of_preset(config, options)
         for name, preset in presets.items():
             yield name, preset, f"{config.__module__}.{config.__qualname__}"
 

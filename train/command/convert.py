@@ -1,9 +1,9 @@
-"""`python -m train.convert`: the weights of a checkpoint or a run in another package's layout."""
+"""The command `twinscan convert`: writes weights in another package's layout."""
 
 if __name__ == "__main__":
     from twinscan.command_line import run_module
 
-    run_module("train.convert")
+    run_module("train.command.convert")
 
 import dataclasses
 import json
@@ -21,20 +21,20 @@ from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import StoredArray, is_floating
 from jax_models.weights.transfer import stored_weights
-from train.files import whole
-from train.generation_files import (
+from train.command.generation_files import (
     files_of_checkpoint,
     files_of_run,
     ids_of_checkpoint,
     ids_of_run,
 )
-from train.initial_weights import is_run
-from train.mesh import no_mesh
-from train.pretrained import faults_of_checkpoint, optional_json
-from train.run import PRETRAINED, Run
+from train.command.initial_weights import is_run
+from train.command.pretrained import faults_of_checkpoint, optional_json
+from train.process.files import whole
+from train.run.folder import PRETRAINED, Run
+from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, parse
 
-PROG = "python -m train.convert"
+PROG = "python -m train.command.convert"
 MOST = 5 * 10**9
 """The largest size of one weight file in a folder, in bytes. Larger weights are split."""
 ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"

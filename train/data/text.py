@@ -13,11 +13,8 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from train.digest import bytes_digest
-from train.files import blocks, errors_naming, file_digest
-from train.heartbeat import doing
-from train.published_vocabulary import PUBLISHED
-from train.vocabulary import (
+from train.data.published_vocabulary import PUBLISHED
+from train.data.vocabulary import (
     BYTES,
     CHARACTERS,
     Bytes,
@@ -27,7 +24,10 @@ from train.vocabulary import (
     read_tokenizer,
     to_text,
 )
-from train.windows import TokenArray, TokenFile
+from train.data.windows import TokenArray, TokenFile
+from train.process.digest import bytes_digest
+from train.process.files import blocks, errors_naming, file_digest
+from train.process.heartbeat import doing
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
 

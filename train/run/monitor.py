@@ -14,11 +14,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from train.config import TrainConfig
-from train.heartbeat import line_printed
-from train.optimizer import build_schedule
-from train.run import Run
-from train.step import Measures, Trainer
+from train.process.heartbeat import line_printed
+from train.run.config import TrainConfig
+from train.run.folder import Run
+from train.trainer.optimizer import build_schedule
+from train.trainer.step import Measures, Trainer
 from twinscan.command_line import CommandLineError
 
 PEAK_FLOPS = {

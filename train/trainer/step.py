@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import Index, checked_options
-from train.accumulation import accumulate_gradients
 from train.checks import Seed, Texts
-from train.freeze import trainable
-from train.mesh import (
+from train.data.windows import Windows
+from train.trainer.accumulation import accumulate_gradients
+from train.trainer.freeze import trainable
+from train.trainer.mesh import (
     BATCH_AXES,
     DATA,
     MODEL,
@@ -30,8 +31,7 @@ from train.mesh import (
     param_specs,
     shard_params,
 )
-from train.optimizer import AveragedState, apply_gradient
-from train.windows import Windows
+from train.trainer.optimizer import AveragedState, apply_gradient
 
 
 class TrainState(NamedTuple):

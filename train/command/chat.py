@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from train.pretrained import TOKENIZER_CONFIG, optional_json, special_tokens
+from train.command.pretrained import TOKENIZER_CONFIG, optional_json, special_tokens
 
 TEMPLATE = "chat_template.jinja"
 

@@ -11,12 +11,12 @@ from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from jax_models.models.load import config_of, without_other_parts
 from jax_models.weights.checkpoint import CONFIG, open_checkpoint
-from train.digest import dtypes_and_shapes
-from train.generation_files import files_of_checkpoint
-from train.pretrained import TOKENIZER, faults_of_checkpoint
-from train.run import PRETRAINED, VOCABULARY, Run
-from train.step import Trainer
-from train.vocabulary import Subwords, Vocabulary
+from train.command.generation_files import files_of_checkpoint
+from train.command.pretrained import TOKENIZER, faults_of_checkpoint
+from train.data.vocabulary import Subwords, Vocabulary
+from train.process.digest import dtypes_and_shapes
+from train.run.folder import PRETRAINED, VOCABULARY, Run
+from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError
 
 FLAG = "--init: "

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_models.options import CheckedFields, Index
-from train.digest import bytes_digest
+from train.process.digest import bytes_digest
 from twinscan.command_line import CommandLineError
 
 T = TypeVar("T")

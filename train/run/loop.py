@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from train.heartbeat import doing
-from train.hosts import gather_all
-from train.interruption import Interruption
-from train.monitor import Monitor
-from train.run import Run
-from train.step import Measures, Trainer, TrainState
-from train.windows import Batches, Windows
+from train.data.windows import Batches, Windows
+from train.process.heartbeat import doing
+from train.process.hosts import gather_all
+from train.process.interruption import Interruption
+from train.run.folder import Run
+from train.run.monitor import Monitor
+from train.trainer.step import Measures, Trainer, TrainState
 from twinscan.command_line import NonFiniteError, StoppedError
 
 STEPS_PER_CALL = 10

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jax_models.options import CheckedFields
-from train.tokens import until_end
+from train.data.tokens import until_end
 from twinscan.command_line import CommandLineError
 
 

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from jax_models.checks.values import described
 from jax_models.options import CheckedFields, checked_options
-from train.files import errors_naming
-from train.published_vocabulary import PUBLISHED, Nucleotides, World
-from train.tokens import until_end
+from train.data.published_vocabulary import PUBLISHED, Nucleotides, World
+from train.data.tokens import until_end
+from train.process.files import errors_naming
 from twinscan.command_line import CommandLineError
 
 CHARACTERS, BYTES = "characters", "bytes"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_models.mesh_axes import VOCABULARY, declared_mesh_axes
 from jax_models.options import CheckedFields
-from train.digest import leaves_by_path
+from train.process.digest import leaves_by_path
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)

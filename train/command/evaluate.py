@@ -1,9 +1,9 @@
-"""`python -m train.evaluate`: computes the loss of a run's model on a text."""
+"""The command `twinscan evaluate`: computes the loss of a run's model on a text."""
 
 if __name__ == "__main__":
     from twinscan.command_line import run_module
 
-    run_module("train.evaluate")
+    run_module("train.command.evaluate")
 
 import dataclasses
 import math
@@ -16,15 +16,15 @@ from flax import nnx
 
 from jax_models.options import CheckedFields
 from train.checks import Paths
-from train.heartbeat import doing, heartbeat
-from train.mesh import no_mesh
-from train.run import Run
-from train.step import Trainer
-from train.text import Text
-from train.windows import Windows, split
+from train.data.text import Text
+from train.data.windows import Windows, split
+from train.process.heartbeat import doing, heartbeat
+from train.run.folder import Run
+from train.trainer.mesh import no_mesh
+from train.trainer.step import Trainer
 from twinscan.command_line import parse
 
-PROG = "python -m train.evaluate"
+PROG = "python -m train.command.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)

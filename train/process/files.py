@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.digest import bytes_digest
+from train.process.digest import bytes_digest
 from twinscan import files
 from twinscan.command_line import CommandLineError
 

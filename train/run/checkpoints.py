@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.digest import bytes_digest, dtypes_and_shapes
-from train.files import file_digest, whole
-from train.hosts import gather_all, is_first, run_on_first
+from train.process.digest import bytes_digest, dtypes_and_shapes
+from train.process.files import file_digest, whole
+from train.process.hosts import gather_all, is_first, run_on_first
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
 

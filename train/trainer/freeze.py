@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from train.digest import leaves_by_path
+from train.process.digest import leaves_by_path
 
 
 class Trainable(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from train.files import whole
+from train.process.files import whole
 
 Records = Sequence[dict[str, Any]]
 LONG_RUN = 20

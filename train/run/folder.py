@@ -18,17 +18,17 @@ from flax import nnx
 
 from jax_models import LanguageModel
 from jax_models.options import checked_options
-from train.checkpoints import Checkpoints
 from train.checks import Contents
-from train.config import TrainConfig, UnknownModelError, from_fields, to_fields
-from train.digest import bytes_digest
-from train.files import errors_naming, whole
-from train.hosts import is_first
-from train.mesh import MeshConfig, build_mesh
-from train.optimizer import build_optimizer, convert_state, state_layouts
-from train.step import Trainer, TrainState
-from train.vocabulary import Vocabulary
-from train.vocabulary import from_fields as vocabulary_from_fields
+from train.data.vocabulary import Vocabulary
+from train.data.vocabulary import from_fields as vocabulary_from_fields
+from train.process.digest import bytes_digest
+from train.process.files import errors_naming, whole
+from train.process.hosts import is_first
+from train.run.checkpoints import Checkpoints
+from train.run.config import TrainConfig, UnknownModelError, from_fields, to_fields
+from train.trainer.mesh import MeshConfig, build_mesh
+from train.trainer.optimizer import build_optimizer, convert_state, state_layouts
+from train.trainer.step import Trainer, TrainState
 from twinscan.command_line import CommandLineError, with_flag
 
 T = TypeVar("T")
@@ -258,7 +258,7 @@ class Run:
 
     def draw_curve(self) -> Path:
         """Draws the losses so far, and returns the path of the picture."""
-        from train.curve import draw_curve
+        from train.run.curve import draw_curve
 
         path = self.folder / CURVE
         if is_first():

@@ -1,9 +1,9 @@
-"""`python -m train.generate`: continue a prompt with a run's model."""
+"""The command `twinscan generate`: continues a prompt with a run's model."""
 
 if __name__ == "__main__":
     from twinscan.command_line import run_module
 
-    run_module("train.generate")
+    run_module("train.command.generate")
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,17 +16,23 @@ import tyro
 
 from jax_models import LanguageModel, stream
 from jax_models.options import CheckedFields
-from train.chat import ChatTemplate
 from train.checks import NotNegative, Positive, Probability, Seed, Texts
-from train.generation_files import tokens_of_run
-from train.mesh import no_mesh
-from train.pretrained import Numbers, faults_of_checkpoint, plain_tokens, read_model, tokens_of
-from train.run import Run
-from train.tokens import Tokens, until_end
-from train.vocabulary import first_token
+from train.command.chat import ChatTemplate
+from train.command.generation_files import tokens_of_run
+from train.command.pretrained import (
+    Numbers,
+    faults_of_checkpoint,
+    plain_tokens,
+    read_model,
+    tokens_of,
+)
+from train.data.tokens import Tokens, until_end
+from train.data.vocabulary import first_token
+from train.run.folder import Run
+from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, NonFiniteError, parse
 
-PROG = "python -m train.generate"
+PROG = "python -m train.command.generate"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from jax_models import LanguageModel, LanguageModelConfig, load_pretrained
 from jax_models.weights.checkpoint import json_object
-from train.published_vocabulary import PUBLISHED, World
-from train.tokens import Tokens
-from train.vocabulary import Subwords
+from train.data.published_vocabulary import PUBLISHED, World
+from train.data.tokens import Tokens
+from train.data.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, error_in_one_line
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -1,0 +1,6 @@
+"""The mathematics of a training step, on a mesh of devices. It reads and writes no files.
+
+- `step`: the loss, the step and the evaluation; `accumulation`: gradients computed in parts.
+- `optimizer`: the optimizers; `freeze`: which parameters are trained.
+- `mesh`: the devices, and the sharding of parameters over them.
+"""
