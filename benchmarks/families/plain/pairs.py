@@ -41,7 +41,9 @@ def zeros(x: jax.Array, *features: int) -> jax.Array:
     return jnp.zeros((x.shape[0], *features), x.dtype)
 
 
-def by_form(run: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], ...]:
+def by_form(
+    run: Callable[..., jax.Array],
+) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     """`run(method, **arrays)` with the form that the operator chooses, and with its definition."""
     return partial(run, "auto"), partial(run, "definition")
 
