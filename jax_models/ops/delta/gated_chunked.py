@@ -1,4 +1,4 @@
-"""The form "chunked" of the gated delta rule, which computes 64 steps at a time."""
+"""The form "chunked" of the gated delta rule, which computes 32 or 64 steps at a time."""
 
 import dataclasses
 from functools import partial
@@ -17,6 +17,8 @@ from jax_models.ops.shard_map_axes import match_varying_axes
 
 CHUNK = 64
 """The number of steps that are computed by matrix products."""
+UNCORRECTED_CHUNK = 32
+"""The same without a correction. On a CPU, 64 steps take 1.3 to 1.4 times as long."""
 SHORTEST = 16
 """The chunk of a short sequence has a power of two of steps, at least this many."""
 
@@ -45,8 +47,7 @@ def run(call: GatedDeltaRule) -> Results:
     """Runs the chunks one after the other."""
     call = call.without_reset()
     time = call.steps.k.shape[1]
-    size = min(CHUNK, max(SHORTEST, 1 << (time - 1).bit_length()))
-    pad = [(0, 0), (0, -time % size), (0, 0), (0, 0)]
+    pad = [(0, 0), (0, -time % _size(call)), (0, 0), (0, 0)]
     steps = jax.tree.map(lambda x: jnp.pad(x, pad), call.steps)
     y, last = _chunks(dataclasses.replace(call, steps=steps))
     return y[:, :time], last
@@ -96,7 +97,7 @@ def _gradients(residuals, gradients):
     def one(carry, n):
         d_state, d_steps = carry
         _, pull_back = jax.vjp(_chunk, _of_chunk(call, before[n], n))
-        (found,) = pull_back((d_state, _slice(d_y, n)))
+        (found,) = pull_back((d_state, _slice(d_y, n, _size(call))))
         d_steps = jax.tree.map(partial(_into_chunk, n=n), d_steps, found.steps)
         return (found.state, d_steps), None
 
@@ -179,7 +180,7 @@ class _Decays(NamedTuple):
 
 def _of_chunk(call: GatedDeltaRule, state: Array, n) -> GatedDeltaRule:
     """Returns the call of chunk n, which starts from the state."""
-    steps = jax.tree.map(partial(_slice, n=n), call.steps)
+    steps = jax.tree.map(partial(_slice, n=n, size=_size(call)), call.steps)
     return dataclasses.replace(call, steps=steps, state=state)
 
 
@@ -198,16 +199,18 @@ def _solve_jvp(primals, tangents):
 
 
 def _indices(call: GatedDeltaRule) -> Array:
-    return jnp.arange(call.steps.k.shape[1] // _size(call.steps.k))
+    return jnp.arange(call.steps.k.shape[1] // _size(call))
 
 
-def _size(x: Array) -> int:
-    return min(CHUNK, x.shape[1])
+def _size(call: GatedDeltaRule) -> int:
+    """Returns the number of steps of a chunk."""
+    longest = UNCORRECTED_CHUNK if call.steps.beta is None else CHUNK
+    return min(longest, max(SHORTEST, 1 << (call.steps.k.shape[1] - 1).bit_length()))
 
 
-def _slice(x: Array, n) -> Array:
-    return lax.dynamic_slice_in_dim(x, n * _size(x), _size(x), axis=1)
+def _slice(x: Array, n, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, n * size, size, axis=1)
 
 
 def _into_chunk(x: Array, found: Array, n) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, found, n * _size(x), axis=1)
+    return lax.dynamic_update_slice_in_dim(x, found, n * found.shape[1], axis=1)
