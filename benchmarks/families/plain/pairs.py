@@ -41,7 +41,10 @@ def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> n
     return rng.uniform(low, high, shape).astype(np.float32)
 
 
-def by_form(run: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], ...]:
+Run = Callable[..., jax.Array]
+
+
+def by_form(run: Run) -> tuple[Run, Run]:
     """`run(method, **arrays)` with the form that the operator chooses, and with its definition."""
     return partial(run, "auto"), partial(run, "definition")
 
