@@ -17,6 +17,7 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops import CausalConv1DState, carry_dtype
+from jax_models.ops.delta import GATED_DELTA_RULE
 from jax_models.options import Initializer, MatrixOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import SharedLayer
@@ -127,7 +128,7 @@ class GatedDeltaNet(SharedLayer, SequenceLayer[GatedDeltaNetState]):
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_features, self.value_features = key_features, value_features
         self.negative_eigenvalues = negative_eigenvalues
-        self.method: ops.GatedDeltaRuleMethod = method
+        self.method = GATED_DELTA_RULE.checked_method(method)
         # One projection for each of q, k, v, the output gate z, the rate b and the decay a.
         keys, values = num_key_heads * key_features, num_value_heads * value_features
         matrix = with_inits(options, nnx.initializers.normal(0.02), None, use_bias=False)

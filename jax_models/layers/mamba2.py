@@ -18,6 +18,7 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops import CausalConv1DState, carry_dtype
+from jax_models.ops.delta import GATED_DELTA_RULE
 from jax_models.options import Initializer, LayerOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, parts, rms_norm, same
@@ -123,7 +124,7 @@ class Mamba2(SequenceLayer[Mamba2State]):
         self.num_groups, self.state_features = num_groups, state_features
         self.dt_limits = checked_limits("dt_limits", dt_limits)
         self.norm_before_gate = norm_before_gate
-        self.method: ops.GatedDeltaRuleMethod = method
+        self.method = GATED_DELTA_RULE.checked_method(method)
         # One projection for each of the gate z, u, B, C and dt.
         inner, group = num_heads * head_features, num_groups * state_features
         matrix = with_inits(options, torch_uniform(features), use_bias=use_bias)

@@ -20,6 +20,7 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, Rows, carry_dtype
+from jax_models.ops.delta import DELTA_RULE
 from jax_models.options import Index, Initializer, MatrixOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layer_norm, nested
@@ -267,7 +268,7 @@ class HeadedTimeMix(SequenceLayer[Att]):
         super().__init__(in_features, **options)
         check_divides("head_size", head_size, "features", features)
         self.features, self.heads, self.head_size = features, features // head_size, head_size
-        self.method: ops.DeltaRuleMethod = method
+        self.method = DELTA_RULE.checked_method(method)
 
     def init_state(self, batch_size: int) -> Att:
         """A last input and matrices of zeros, in at least float32."""

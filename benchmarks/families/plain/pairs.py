@@ -41,9 +41,10 @@ def zeros(x: jax.Array, *features: int) -> jax.Array:
     return jnp.zeros((x.shape[0], *features), x.dtype)
 
 
-def by_form(
-    run: Callable[..., jax.Array],
-) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+Run = Callable[..., jax.Array]
+
+
+def by_form(run: Run) -> tuple[Run, Run]:
     """`run(method, **arrays)` with the form that the operator chooses, and with its definition."""
     return partial(run, "auto"), partial(run, "definition")
 

@@ -36,10 +36,8 @@ GATED_DELTA_RULE = Operator(
         Form("definition", definition.gated_delta_rule),
     ),
 )
-DeltaRuleMethod = Annotated[str, lambda _, method: DELTA_RULE.checked_method(method)]
-"""What runs a delta rule: "auto" or the name of a form."""
-GatedDeltaRuleMethod = Annotated[str, lambda _, method: GATED_DELTA_RULE.checked_method(method)]
-"""What runs a gated delta rule."""
+DeltaRuleMethod = GatedDeltaRuleMethod = Annotated[str, "auto or the name of a form"]
+"""What runs a delta rule."""
 
 
 @checked()

@@ -80,8 +80,11 @@ def run(call: ModalConv) -> Results:
 
 
 def pays(call: ModalConv, platform: str, differentiated: bool) -> bool:
-    """On a CPU, chunks pay only if the backward pass would have to store many states."""
-    if platform != "cpu":
+    """On a CPU, chunks pay if the backward pass would have to store many states.
+
+    With a `time_axis`, they are the only form.
+    """
+    if platform != "cpu" or call.rows.time_axis is not None:
         return True
     batch, time, _ = call.u.shape
     return differentiated and known_size(batch, time, *call.poles.shape) >= MANY_STATES
