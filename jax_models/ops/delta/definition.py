@@ -74,9 +74,10 @@ def over_time(step: Callable, state: Array, xs: Any) -> tuple[Array, Array]:
     of √time segments, and computes the states within a segment again.
     """
     xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
-    scan, time = partial(lax.scan, step), len(jax.tree.leaves(xs)[0])
+    scan, time = partial(lax.scan, step), jax.tree.leaves(xs)[0].shape[0]
     states = time * state.size * state.dtype.itemsize
-    if is_symbolic_dim(states) or states <= FEW_STATES:
+    few = not is_symbolic_dim(states) and states <= FEW_STATES
+    if is_symbolic_dim(time) or few:
         last, y = scan(state, xs)
         return jnp.moveaxis(y, 0, 1), last
     size = math.isqrt(time)
