@@ -43,9 +43,11 @@ from jax_models.layers.self_attention import *
 from jax_models.layers.short_convolution import *
 from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
+from jax_models.models.bamba import *
 from jax_models.models.configs import *
 from jax_models.models.generation import *
 from jax_models.models.gp import *
+from jax_models.models.granite import *
 from jax_models.models.griffin import *
 from jax_models.models.hawk import *
 from jax_models.models.hippogriff import *

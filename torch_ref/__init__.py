@@ -32,8 +32,10 @@ from torch_ref.layers.rwkv7 import *
 from torch_ref.layers.self_attention import *
 from torch_ref.layers.short_convolution import *
 from torch_ref.layers.striped_hyena import *
+from torch_ref.models.bamba import *
 from torch_ref.models.generation import *
 from torch_ref.models.gp import *
+from torch_ref.models.granite import *
 from torch_ref.models.griffin import *
 from torch_ref.models.hawk import *
 from torch_ref.models.hippogriff import *

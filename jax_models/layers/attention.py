@@ -2,6 +2,7 @@
 
 __all__ = ["Attention"]
 
+import math
 from collections.abc import Callable
 from typing import Literal, Unpack
 
@@ -165,12 +166,13 @@ class Attention(SharedLayer, CachedAttention):
             then returns the query and the gate of each head side by side.
         use_bias: whether queries, keys and values have biases.
         out_bias: whether the last projection has a bias.
+        scale: the factor of the scores q kᵀ before the softmax. None: 1 / √head_features.
         out_init: initializes the last projection's matrix. None: like the others.
         **options: as in `LayerOptions`. The matrices are drawn from a normal distribution with
             variance 1 / inputs, and the biases are zero.
 
     Raises:
-        ValueError: a size is not positive, num_heads does not divide the features and
+        ValueError: a size or the scale is not positive, num_heads does not divide the features and
             `head_features` is None, num_kv_heads does not divide num_heads, `rotary_features`
             exceeds a head, or an option is given that has no effect: `max_length` with a window,
             `zero_centered_norm` or `epsilon` without a norm, `rope_theta` without rotated features,
@@ -200,6 +202,7 @@ class Attention(SharedLayer, CachedAttention):
         output_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
+        scale: Positive | None = None,
         out_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
@@ -225,7 +228,7 @@ class Attention(SharedLayer, CachedAttention):
                 f"{self.rotary_features}"
             )
         self.rope_theta = 10_000.0 if rope_theta is None else rope_theta
-        self.qk_norm, self.output_gate = qk_norm, output_gate
+        self.qk_norm, self.output_gate, self.scale = qk_norm, output_gate, scale
         # Refuse options without an effect, because they are mistakes of the caller.
         rotates, norms = self._rotated > 0, qk_norm is not None
         refuse_unused("rope_theta", rope_theta, unless=rotates, because="with rotary_features=0")
@@ -279,6 +282,8 @@ class Attention(SharedLayer, CachedAttention):
             q, gate = jnp.split(q, 2, axis=-1)
         # Norm and rotate queries and keys, attend, then gate and project the heads back.
         q, k = (self._placed(part, name, positions) for part, name in ((q, "q"), (k, "k")))
+        if self.scale is not None:
+            q = q * (self.scale * math.sqrt(self.head_features))  # `attend` divides by the root
         y, state = self.attend(q, k, v, state, rows)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)

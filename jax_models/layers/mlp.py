@@ -11,7 +11,7 @@ from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
-from jax_models.weights import SharedLayer, Table, linear
+from jax_models.weights import SharedLayer, Table, linear, parts
 
 
 class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
@@ -72,6 +72,17 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
     )
 
     def rows(self, gate: str, up: str, down: str) -> Table:
-        """The rows of a torch module that keeps its projections in `Linear`s of these names."""
-        names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
-        return [row for name, key in names.items() for row in linear(name, key, bias=self.use_bias)]
+        """The rows of a torch module that keeps its projections in `Linear`s of these names.
+
+        If `gate` equals `up`, a single `Linear` computes both projections, that of the gate first.
+        """
+        bias = self.use_bias
+        if gate == up:
+            names = {"kernel": "weight", "bias": "bias"} if bias else {"kernel": "weight"}
+            inputs = [
+                parts([f"gate_proj.{ours}", f"up_proj.{ours}"], f"{gate}.{name}")
+                for ours, name in names.items()
+            ]
+        else:
+            inputs = linear("gate_proj", gate, bias=bias) + linear("up_proj", up, bias=bias)
+        return [*inputs, *linear("down_proj", down, bias=bias)]

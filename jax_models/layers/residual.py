@@ -38,6 +38,10 @@ class ResidualBlock(SequenceLayer[State]):
     """
     norms_outputs: bool = False
     """Whether each norm follows the mixer or the MLP: `x ← x + norm(mixer(x))`."""
+    residual_scale: float = 1.0
+    """The factor by which the outputs of the mixer and the MLP are multiplied before they are added
+    to x.
+    """
 
     @property
     def _mixer(self) -> SequenceLayer[State]:
@@ -59,13 +63,14 @@ class ResidualBlock(SequenceLayer[State]):
         """Runs the mixer, then the MLP, each with its norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         norm, mixer, mlp_norm, mlp = (getattr(self, part) for part in self.parts)
+        scale = self.residual_scale
         # Pre-norm: each norm comes before the mixer or the MLP.
         if not self.norms_outputs:
-            return run_residual_block(x, state, rows, norm, mixer, mlp_norm, mlp)
+            return run_residual_block(x, state, rows, norm, mixer, mlp_norm, mlp, scale)
         # Post-norm: each norm comes after the mixer or the MLP.
         y, state = mixer.sequence(x, state, rows)
-        x = x + norm(y)
-        return x + mlp_norm(mlp(x)), state
+        x = x + scale * norm(y)
+        return x + scale * mlp_norm(mlp(x)), state
 
 
 def run_residual_block(
@@ -76,8 +81,9 @@ def run_residual_block(
     mixer: SequenceLayer,
     mlp_norm: Map,
     mlp: Map,
+    scale: float = 1.0,
 ) -> tuple[Float[Array, "batch time features"], Any]:
-    """Runs a residual block, given its parts."""
+    """Runs a residual block, given its parts and the factor `residual_scale`."""
     y, state = mixer.sequence(norm(x), state, rows)
-    x = x + y
-    return x + mlp(mlp_norm(x)), state
+    x = x + scale * y
+    return x + scale * mlp(mlp_norm(x)), state

@@ -1,8 +1,9 @@
-"""The parts that the hybrids of attention with Gated DeltaNet or short convolutions share."""
+"""The parts that the hybrids of attention with other mixers share."""
 
 __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
@@ -13,11 +14,12 @@ from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
+from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
-from jax_models.models.architecture import Layout, Size
-from jax_models.models.hf import PatternConfig, shortest_pattern
+from jax_models.models.architecture import UNDETERMINED, Fields, Layout, Size, has, tied_head
+from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
@@ -25,6 +27,8 @@ from jax_models.weights import Layouts, nested, rms_norm
 
 FULL = "full_attention"
 """The kind of the blocks with attention."""
+LINEAR = "linear_attention"
+"""The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
 HEAD = "lm_head.weight"
 
 
@@ -38,7 +42,9 @@ class BlockKeys(NamedTuple):
     """The layout of the mixer, which the model's file declares (`layouts_of`)."""
     mlp: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The keys of the MLP's projections: those to the gate and up, and the one down."""
+    """The keys of the MLP's projections: those to the gate and up, and the one down. The first two
+    are equal if a single matrix holds both.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,7 @@ class HybridConfig(PatternConfig):
         build = self.attention if kind == FULL else self.mixer
         return HybridBlock(
             build(**options),
-            self.mlp_features,
+            self.mlp,
             partial(self.norm, epsilon=self.epsilon),
             keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
             norms_outputs=kind in self.post_normed,
@@ -136,12 +142,16 @@ class HybridConfig(PatternConfig):
         """Builds the mixer of any other block."""
         raise NotImplementedError  # a subclass builds it
 
+    def mlp(self, **options: Any) -> GatedMLP:
+        """Builds the MLP of a block."""
+        return GatedMLP(self.features, self.mlp_features, activation="silu", **options)
+
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig(HybridConfig):
     """The base class of the configs of hybrids with Gated DeltaNet."""
 
-    kinds: ClassVar = ("linear_attention", FULL)
+    kinds: ClassVar = (LINEAR, FULL)
     float32_keys: ClassVar = tuple(
         f".linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "o_norm.weight")
     )
@@ -160,7 +170,7 @@ class GatedDeltaNetConfig(HybridConfig):
         "tie_word_embeddings": (False, True),
     }
 
-    block_types: tuple[str, ...] = ("linear_attention",) * 3 + (FULL,)
+    block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
     """The kinds of the blocks, from the lowest up. The pattern repeats."""
     num_key_heads: int = 4
     """Number of heads of a Gated DeltaNet's queries and keys."""
@@ -183,8 +193,99 @@ class GatedDeltaNetConfig(HybridConfig):
         return self.make(GatedDeltaNet, **options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mamba2HybridConfig(HybridConfig):
+    """The base class of the configs of hybrids with Mamba-2."""
+
+    kinds: ClassVar = (LINEAR, FULL)
+    float32_keys: ClassVar = tuple(f".mamba.{name}" for name in ("A_log", "D", "dt_bias"))
+    hf_fields: ClassVar = HybridConfig.hf_fields | {
+        "attention_bias": "attention_bias",
+        "mamba_n_heads": "mamba_heads",
+        "mamba_d_head": "mamba_head_features",
+        "mamba_d_state": "state_features",
+        "mamba_n_groups": "num_groups",
+        "mamba_d_conv": "kernel_size",
+        "mamba_proj_bias": "mamba_bias",
+        "mamba_conv_bias": "conv_bias",
+        "time_step_limit": "dt_limits",
+    }
+    hf_values: ClassVar = {
+        "hidden_act": ("silu", "swish"),
+        "attention_dropout": (0,),
+        "rope_type": ("default",),
+        "tie_word_embeddings": (False, True),
+    }
+    hf_defaults: ClassVar = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_expand": 2}
+
+    block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    mamba_heads: int = 8
+    """Number of heads of a Mamba-2."""
+    mamba_head_features: int = 48
+    """Size of a head of a Mamba-2."""
+    state_features: int = 64
+    """Size of the state of each feature of a Mamba-2's head."""
+    num_groups: int = 1
+    """Number of groups of a Mamba-2's heads that share B and C."""
+    kernel_size: int = 4
+    """Number of taps of the causal convolutions."""
+    mamba_bias: bool = False
+    """Whether the projections of a Mamba-2 have biases."""
+    conv_bias: bool = True
+    """Whether the convolutions have biases."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    """The least and the greatest Δ."""
+    attention_bias: bool = False
+    """Whether the projections of the attention have biases."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills in sizes that depend on others."""
+        inner, heads = given["mamba_expand"] * given["hidden_size"], given["mamba_n_heads"]
+        size = given.get("mamba_d_head", "auto")
+        size = inner // heads if size == "auto" else size
+        if size * heads != inner:
+            raise ValueError(
+                "config: mamba_d_head: expected mamba_expand · hidden_size / mamba_n_heads = "
+                f"{inner} / {heads}, got {size}"
+            )
+        # A null means as many heads of keys as of queries, even if another number is the default.
+        default = cls.hf_defaults.get("num_key_value_heads")
+        kv_heads = config.get("num_key_value_heads", default) or given["num_attention_heads"]
+        sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
+        return super().converted(given, config) | sizes
+
+    def to_hf(self) -> dict[str, Any]:
+        inner, features = self.mamba_heads * self.mamba_head_features, self.features
+        if inner % features:
+            raise ValueError(
+                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
+                f"features = {features}, as in transformers, got {inner}"
+            )
+        return super().to_hf() | {"mamba_expand": inner // features}
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        bias = self.attention_bias
+        return super().attention(use_bias=bias, out_bias=bias, epsilon=None, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        return self.make(
+            Mamba2,
+            num_heads=self.mamba_heads,
+            head_features=self.mamba_head_features,
+            use_bias=self.mamba_bias,
+            dt_init=nnx.initializers.ones,
+            **options,
+        )
+
+
 class HybridBlock(ResidualBlock[Any]):
-    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with silu in the gated MLP.
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP.
 
     With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. `keys` has the keys
     of the parts in each layout.
@@ -195,7 +296,7 @@ class HybridBlock(ResidualBlock[Any]):
     def __init__(
         self,
         mixer: SequenceLayer,
-        mlp_features: int,
+        mlp: Callable[..., GatedMLP],
         norm: Callable[..., Any],
         *,
         keys: Mapping[str, BlockKeys],
@@ -208,7 +309,7 @@ class HybridBlock(ResidualBlock[Any]):
         self.mixer_norm = norm(features, **norm_options(options))
         self.mixer = mixer
         self.mlp_norm = norm(features, **norm_options(options))
-        self.mlp = GatedMLP(features, mlp_features, activation="silu", **options)
+        self.mlp = mlp(**options)
 
     def torch_layouts(self) -> Layouts:
         """The layouts of `keys`."""
@@ -266,3 +367,31 @@ def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int =
     """A source for `Layout.sizes`: the number of rows of a weight, if the checkpoint has it."""
     size = Size(f"*.{key}", 0, rank)
     return (size if convert is None else size._replace(convert=convert)), ...
+
+
+def _state_features(channels: int, fields: Fields) -> int:
+    """The convolution has the channels of the heads, and of B and C for each group."""
+    inner = fields["mamba_heads"] * fields["mamba_head_features"]
+    return (channels - inner) // (2 * fields["num_groups"])
+
+
+MAMBA2_SIZES: Mapping[str, Any] = {
+    "block_types": kinds_by_key("*.mamba.A_log", LINEAR, FULL),
+    "num_heads": UNDETERMINED,
+    "head_features": rows(
+        "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
+    ),
+    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
+    "attention_bias": has("*.self_attn.q_proj.bias"),
+    "mamba_heads": rows("mamba.A_log", rank=1),
+    "mamba_head_features": rows(
+        "mamba.norm.weight", lambda size, fields: size // fields["mamba_heads"], rank=1
+    ),
+    "num_groups": UNDETERMINED,
+    "state_features": rows("mamba.conv1d.weight", _state_features, rank=3),
+    "kernel_size": (Size("*.mamba.conv1d.weight", 2, rank=3), ...),
+    "mamba_bias": has("*.mamba.in_proj.bias"),
+    "conv_bias": has("*.mamba.conv1d.bias"),
+    "tied_head": tied_head,
+}
+"""The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width."""

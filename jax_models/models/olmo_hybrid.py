@@ -12,6 +12,7 @@ from jax_models.models.architecture import UNDETERMINED, Size, has, tied_head
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
+    LINEAR,
     BlockKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
@@ -24,7 +25,6 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
 from jax_models.weights.rows import namespace
 
-LINEAR = "linear_attention"
 INPUT, ATTENTION, MLP = (
     "input_layernorm",
     "post_attention_layernorm",

@@ -97,6 +97,11 @@ def submodule_at(model: Any, path: str) -> Any:
     return model
 
 
+def with_value(path: str, name: str, value: object) -> Plant:
+    """Sets an attribute of the submodule at a path."""
+    return edited(lambda layer: setattr(submodule_at(layer, path), name, value))
+
+
 def zeroed(path: str) -> Plant:
     """Sets a weight to zeros."""
 

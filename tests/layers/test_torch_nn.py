@@ -79,3 +79,18 @@ def test_norms_are_torchs(twin, norm, x64):
         ours.bias[...] = weights["bias"]
     x = 0.1 * rng.standard_normal((5, 12))
     assert_same(ours(x), twin(torch.from_numpy(x)).detach().numpy(), "outputs")
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12,)])
+def test_a_mask_selects_what_counts_in_the_mean_of_each_group(shape, x64):
+    """The norm of a group divides all of its elements by the root mean square of the selected."""
+    rng = np.random.default_rng(0)
+    norm = RMSNorm(12, num_groups=3, epsilon=0.03, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    scale, x, mask = rng.standard_normal(12), rng.standard_normal((5, 12)), rng.random(shape) < 0.5
+    mask[..., ::4] = True  # a mean needs at least one element
+    norm.scale[...] = scale
+    groups = x.reshape(5, 3, 4)
+    counted = np.broadcast_to(mask, x.shape).reshape(groups.shape)
+    square = np.where(counted, groups**2, 0).sum(-1) / counted.sum(-1)
+    expected = (groups / np.sqrt(square + 0.03)[..., None]).reshape(x.shape) * scale
+    assert_same(norm(x, mask), expected, "outputs")

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import train.command.train as train_command
 from jax_models import (
+    BambaLanguageModelConfig,
+    GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen35LanguageModelConfig,
@@ -38,11 +40,17 @@ SIZES: dict[str, Any] = {
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
+MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
+BAMBA = MAMBA2 | {"model_type": "bamba"}
+GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
+GRANITE |= {"shared_intermediate_size": 7}
 CONFIGS = {
     "qwen3_5_text": Qwen35LanguageModelConfig,
     "qwen3_5": Qwen35LanguageModelConfig,
     "olmo_hybrid": OLMoHybridLanguageModelConfig,
     "lfm2": LFM2LanguageModelConfig,
+    "bamba": BambaLanguageModelConfig,
+    "granitemoehybrid": GraniteLanguageModelConfig,
 }
 
 
@@ -64,9 +72,22 @@ def test_defaults_are_those_of_transformers():
         vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
         num_kv_heads=8, block_types=(FULL,),
     )  # fmt: skip
+    mamba2 = {
+        "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
+        "mamba_heads": 32, "mamba_head_features": 1, "state_features": 256, "tied_head": False,
+    }  # fmt: skip
+    few_heads = {"mamba_n_heads": 32, "num_key_value_heads": None}
+    assert read(BAMBA | few_heads) == BambaLanguageModelConfig(
+        **mamba2, mlp_features=20, num_kv_heads=4, epsilon=1e-5
+    )
+    assert read(GRANITE | few_heads) == GraniteLanguageModelConfig(
+        **mamba2, mlp_features=7, num_kv_heads=4, epsilon=1e-6
+    )
+    without = {name: value for name, value in BAMBA.items() if name != "num_key_value_heads"}
+    assert read(without).num_kv_heads == 8
 
 
-@pytest.mark.parametrize("fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}])
+@pytest.mark.parametrize("fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE])
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
     assert read(json.loads(json.dumps(config.to_hf()))) == config
@@ -104,6 +125,25 @@ ROPE = "rope_parameters"
         (LFM2 | {"tie_embedding": False}, "tied_head", False),
         (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
+        (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
+        (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
+        (BAMBA | {"partial_rotary_factor": 1.0}, "rotary_fraction", 0.5),
+        (BAMBA | {ROPE: {"partial_rotary_factor": 1.0}}, "rotary_fraction", 1.0),
+        (BAMBA | {"mamba_d_head": "auto"}, "mamba_head_features", 4),
+        (BAMBA | {"mamba_d_head": 2, "mamba_expand": 1}, "mamba_head_features", 2),
+        (BAMBA | {"time_step_limit": [0.1, float("inf")]}, "dt_limits", (0.1, float("inf"))),
+        (
+            GRANITE | {"layers_block_type": ["mamba", "attention"] * 3},
+            "block_types",
+            (LINEAR, FULL),
+        ),
+        (GRANITE | {"layer_types": [LINEAR, FULL] * 3}, "block_types", (LINEAR, FULL)),
+        (GRANITE | {"rope_theta": 7.0}, "rope_theta", None),
+        (GRANITE | {"rope_theta": 7.0, "position_embedding_type": "nope"}, "rope_theta", None),
+        (GRANITE | {"rope_theta": 7.0, "position_embedding_type": "rope"}, "rope_theta", 7.0),
+        (GRANITE | {"position_embedding_type": "rope"}, "rope_theta", 10_000.0),
+        (GRANITE | {"residual_multiplier": 0.22}, "residual_multiplier", 0.22),
+        (GRANITE | {"logits_scaling": 6}, "logits_scaling", 6.0),
         (LFM2 | {"block_auto_adjust_ff_dim": False}, "mlp_features", 20),
         (LFM2 | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 9}, "mlp_features", 9),
         (LFM2 | {"block_ffn_dim_multiplier": None}, "mlp_features", 13),
@@ -136,6 +176,14 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
+        (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
+        (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
+        (GRANITE | {"num_local_experts": 8}, "num_local_experts: expected 0, got 8"),
+        (GRANITE | {"num_local_experts": None}, "num_local_experts: expected 0, got 8"),
+        (
+            GRANITE | {"position_embedding_type": "alibi"},
+            "position_embedding_type: expected .*rope",
+        ),
     ],
 )
 def test_a_config_json_that_is_not_supported_is_refused(fields, message):
@@ -159,6 +207,7 @@ def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields:
 
 
 small = {"vocab_size": 11, "features": 8, "num_layers": 2, "mlp_features": 7, "num_heads": 2}
+mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features": 4}
 MODELS = {
     "qwen3_5_text": Qwen35LanguageModelConfig(
         **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
@@ -167,6 +216,10 @@ MODELS = {
         **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
     ),
     "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
+    "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
+    "granitemoehybrid": GraniteLanguageModelConfig(
+        **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
+    ),
 }
 
 
@@ -228,11 +281,17 @@ def test_a_multimodal_folder_is_fine_tuned(tmp_path):
         assert array.tobytes() == weights[key].tobytes(), key
 
 
-def test_decays_in_float32_leave_the_other_weights_in_bfloat16(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "wide"),
+    [
+        ("qwen3_5_text", (".linear_attn.A_log", ".linear_attn.norm.weight")),
+        ("granitemoehybrid", (".mamba.A_log", ".mamba.D", ".mamba.dt_bias")),
+    ],
+)
+def test_decays_in_float32_leave_the_other_weights_in_bfloat16(name, wide, tmp_path, monkeypatch):
     """The published files of Qwen3.5 have two dtypes. All bits stay, and no memory is wasted."""
     monkeypatch.chdir(tmp_path)
-    weights = folder_of(MODELS["qwen3_5_text"], tmp_path, "hf-file")
-    wide = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    weights = folder_of(MODELS[name], tmp_path, "hf-file")
     weights = {k: w if k.endswith(wide) else w.astype(jnp.bfloat16) for k, w in weights.items()}
     save_file(weights, "model.safetensors")
     model = load_pretrained(".")

@@ -1,4 +1,4 @@
-"""Compares Qwen3.5, OLMo Hybrid and LFM2 with transformers."""
+"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4 and Bamba with transformers."""
 
 import copy
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 from peers import assert_same_logits_and_gradients, assert_same_start
 
+import torch_ref
 import train.command.convert as command
 from jax_models import from_torch, generate, load_pretrained, to_torch
 from parity_tests.engine.bounds.torch_rounding import InFloat64
@@ -46,7 +47,40 @@ VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
     "num_position_embeddings": 16, "patch_size": 4,
 }  # fmt: skip
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_chunk_size": 16,
+}
+OTHER_MAMBA2 = MAMBA2 | {
+    "head_dim": 6,
+    "num_key_value_heads": None,
+    "mamba_n_groups": 4,
+    "mamba_d_conv": 3,
+    "mamba_expand": 3,
+    "mamba_conv_bias": False,
+    "mamba_proj_bias": True,
+    "time_step_limit": (0.3, 0.8),
+    "attention_bias": True,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.8,
+    "logits_scaling": 4.0,
+}
+GRANITE_SIZES = {
+    **SIZES,
+    **MULTIPLIERS,
+    "shared_intermediate_size": 20,
+    "num_local_experts": 0,
+    "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+}
 QWEN, OLMO, LFM2 = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "Lfm2ForCausalLM"
+GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
     "Qwen3.5, other options": (
@@ -91,8 +125,30 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "Granite 4": (GRANITE, {**GRANITE_SIZES, **MAMBA2, "position_embedding_type": "nope"}),
+    "Granite 4, other options": (
+        GRANITE,
+        {
+            **GRANITE_SIZES,
+            **OTHER_MAMBA2,
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_theta": 50.0},
+        },
+    ),
+    "Bamba": (BAMBA, {**SIZES, **MAMBA2, "attn_layer_indices": [1]}),
+    "Bamba, other options": (
+        BAMBA,
+        {
+            **SIZES,
+            **OTHER_MAMBA2,
+            "attn_layer_indices": [0, 2],
+            "mlp_bias": True,
+            "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
+        },
+    ),
 }
-DEFAULTS = ("Qwen3.5", "OLMo Hybrid", "LFM2")
+DEFAULTS = ("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Bamba")
+STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
@@ -129,6 +185,11 @@ def logits_of(model: torch.nn.Module, tokens: Any, **options: Any) -> np.ndarray
         return model(torch.as_tensor(tokens), use_cache=False, **options).logits.numpy()
 
 
+def assert_close(got: Any, expected: np.ndarray) -> None:
+    """Asserts equality except for the rounding of float64."""
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11 * np.abs(expected).max())
+
+
 def in_float32(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model).float()
 
@@ -152,6 +213,60 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
     load = partial(ported, config=config)
     call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_twin)
+
+
+def test_the_twin_computes_what_transformers_does(hf, folder):
+    """Two sides written by the same people could share a misreading."""
+    config = load_pretrained(folder).config
+    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
+    twin = twin.from_config(config).double()
+    twin.load_state_dict(hf.state_dict())
+    with torch.no_grad():
+        assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
+
+
+@pytest.mark.parametrize("hf", STATE_SPACES, indirect=True)
+def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
+    """Biases of the projections of a Mamba-2 leak left pads into its state in transformers 5.24."""
+    config = load_pretrained(folder).config
+    expected = logits_of(hf, TOKENS)
+    with jax.enable_x64(True):
+        model = nnx.view(ported(dict(hf.state_dict()), config), max_length=TOKENS.shape[1])
+        _, state = model(TOKENS[:, :-2])
+        step, state = model.step(TOKENS[:, -2], state)
+        last, _ = model.step(TOKENS[:, -1], state)
+        pads = np.array([7, 0])
+        padded = np.stack([np.roll(row, pad) for row, pad in zip(TOKENS, pads, strict=True)])
+        ours, _ = model(padded, starts=pads)
+    assert_close(np.stack([step, last], axis=1), expected[:, -2:])
+    is_text = np.arange(TOKENS.shape[1]) >= pads[:, None]
+    theirs = logits_of(hf, padded, attention_mask=torch.as_tensor(is_text, dtype=torch.long))
+    read = logits_of(hf, TOKENS[:1, :-7])[0]
+    assert_close(ours[0, 7:], read)
+    if getattr(config, "mamba_bias", False):
+        assert np.abs(theirs[0, 7:] - read).max() > 0.05 * np.abs(read).max()
+    else:
+        assert_close(theirs[is_text], ours[is_text])
+
+
+@pytest.mark.parametrize("hf", STATE_SPACES, indirect=True)
+def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
+    """Faults of transformers 5.24: a step forgets the limits of Δ, and Bamba restarts positions."""
+    expected = logits_of(hf, TOKENS)[:, -1]
+    scale = np.abs(expected).max()
+
+    def cached_step(**options: Any) -> np.ndarray:
+        with InFloat64(), torch.no_grad():
+            cache = hf(torch.as_tensor(TOKENS[:, :-1]), use_cache=True).cache
+            return hf(torch.as_tensor(TOKENS[:, -1:]), cache=cache, **options).logits[:, 0].numpy()
+
+    step = cached_step(position_ids=torch.tensor([[TOKENS.shape[1] - 1]]))
+    if np.isfinite(hf.config.time_step_limit[1]):
+        assert np.abs(step - expected).max() > 0.05 * scale
+    else:
+        assert_close(step, expected)
+    if isinstance(hf, transformers.BambaForCausalLM):
+        assert np.abs(cached_step() - expected).max() > 0.01 * scale
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

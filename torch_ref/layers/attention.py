@@ -24,14 +24,22 @@ def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tenso
 
 
 def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: State, *, rotated: int, theta: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    rotated: int,
+    theta: float,
+    scale: float | None = None,
 ) -> tuple[Tensor, State]:
     """Attends from rotated q to the rotated keys of the state and of the steps up to each step.
 
     q is (batch, time, heads, d). k and v may have fewer heads, each of which is shared by the same
     number of neighboring heads of q. The state is (position, keys, values): each row's number of
     steps so far, and the keys and values of the last window − 1 > 0 steps, (batch, window − 1,
-    heads, d). Those of step p are in slot p mod (window − 1).
+    heads, d). Those of step p are in slot p mod (window − 1). Scores are multiplied by `scale`, by
+    default 1 / √d.
     """
     # Rotate queries and keys by their positions.
     position, keys, values = state
@@ -51,7 +59,8 @@ def local_attention(
         torch.cat(pair, dim=1).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         for pair in ((keys, k), (values, v))
     )
-    scores = torch.einsum("bthd,bshd->bhts", q, all_keys) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bthd,bshd->bhts", q, all_keys)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
     y = torch.einsum("bhts,bshd->bthd", weights, all_values)
 
@@ -71,7 +80,9 @@ def empty_cache(weight: Tensor, batch_size: int, window: int, heads: int, size: 
 
 
 class Attention(nn.Module):
-    """Each head is `softmax(q kᵀ / √d) v` over the steps up to the current one.
+    """Each head is `softmax(scale · q kᵀ) v` over the steps up to the current one.
+
+    The scale is 1 / √d by default.
 
     x is (batch, time, features). The state is that of `local_attention`: (position, keys, values).
     With a window, it holds the last window − 1 steps. Otherwise, it has max_length slots; if
@@ -95,6 +106,7 @@ class Attention(nn.Module):
         output_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
+        scale: float | None = None,
     ):
         super().__init__()
         size = self.head_features = head_features or features // num_heads
@@ -102,6 +114,7 @@ class Attention(nn.Module):
         self.window, self.max_length = window, max_length
         self.rotated = size if rotary_features is None else rotary_features
         self.rope_theta, self.output_gate, self.qk_norm = rope_theta, output_gate, qk_norm
+        self.scale = scale
         query_size, key_size = num_heads * size, self.num_kv_heads * size
         self.q_proj = nn.Linear(features, (1 + output_gate) * query_size, bias=use_bias)
         self.k_proj = nn.Linear(features, key_size, bias=use_bias)
@@ -137,7 +150,8 @@ class Attention(nn.Module):
             keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in (keys, values))
         state = position, keys, values
         # Attend, then gate and project the heads back.
-        y, state = local_attention(q, k, v, state, rotated=self.rotated, theta=self.rope_theta)
+        rotary = {"rotated": self.rotated, "theta": self.rope_theta}
+        y, state = local_attention(q, k, v, state, **rotary, scale=self.scale)
         if gate is not None:
             y = y * gate.sigmoid()
         return self.o_proj(y.flatten(-2)), state

@@ -1,4 +1,4 @@
-"""The frame of the hybrids of attention with Gated DeltaNet or short convolutions."""
+"""The frame of the hybrids of attention with other mixers, and the Mamba-2 of such a hybrid."""
 
 __all__: list[str] = []  # only the modules of the models import it
 
@@ -6,11 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_ref.layers.mamba2 import Mamba2
+
 State = tuple[Any, ...]
 
 
 class Backbone(nn.Module):
-    """Token embedding → blocks → RMSNorm. The norm's key is `norm_name`."""
+    """Token embedding → blocks → RMSNorm. The norm's key is `norm_name`.
+
+    The embeddings are multiplied by `multiplier`.
+    """
+
+    multiplier = 1.0
 
     def __init__(self, config: Any, blocks: list[nn.Module], norm: nn.Module, norm_name: str):
         super().__init__()
@@ -20,7 +27,7 @@ class Backbone(nn.Module):
         setattr(self, norm_name, norm)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        x, states = self.embed_tokens(tokens), []
+        x, states = self.multiplier * self.embed_tokens(tokens), []
         for i, layer in enumerate(self.layers):
             x, last = layer(x, None if state is None else state[i])
             states.append(last)
@@ -48,3 +55,19 @@ class HybridLanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         x, states = self.model(tokens, state)
         return self.lm_head(x), states
+
+
+def mamba2_of(config: Any) -> Mamba2:
+    """Builds the Mamba-2 of a block."""
+    return Mamba2(
+        config.features,
+        num_heads=config.mamba_heads,
+        head_features=config.mamba_head_features,
+        state_features=config.state_features,
+        num_groups=config.num_groups,
+        kernel_size=config.kernel_size,
+        use_bias=config.mamba_bias,
+        conv_bias=config.conv_bias,
+        dt_limits=config.dt_limits,
+        epsilon=config.epsilon,
+    )

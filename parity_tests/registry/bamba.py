@@ -1,0 +1,78 @@
+"""The language model of Bamba."""
+
+import dataclasses
+from functools import partial
+
+from jax_models import BambaLanguageModelConfig
+from parity_tests.registry.case import paired
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    epsilon_doubled,
+    exchanged,
+    mask_ignored,
+    with_value,
+)
+
+bamba = partial(paired, layout="hf", architecture="bamba", twin_state=False, prefix=5)
+config = BambaLanguageModelConfig(
+    vocab_size=11,
+    features=8,
+    num_layers=3,
+    mlp_features=7,
+    block_types=("linear_attention", "full_attention"),
+    num_heads=4,
+    num_kv_heads=2,
+    head_features=4,
+    mamba_heads=4,
+    mamba_head_features=3,
+    state_features=5,
+    num_groups=2,
+    rope_theta=10.0,
+    max_length=40,
+)
+CASE, BIASES = "BambaLanguageModel", "BambaLanguageModel, biases, untied, odd rotation"
+CASES = [
+    bamba(CASE, config.build),
+    bamba(
+        BIASES,
+        dataclasses.replace(
+            config,
+            num_layers=2,
+            head_features=6,  # 3 of them are rotated, as 4 are
+            tied_head=False,
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_bias=True,
+            kernel_size=3,
+            dt_limits=(0.6, 0.9),
+        ).build,
+    ),
+]
+attention = partial(Mutation, case=CASE, kind="forward", culprit="model.layers.1.self_attn")
+MUTATIONS = [
+    attention("whole heads rotated", plant=with_value("blocks.1.mixer", "rotary_features", 4)),
+    attention("no positions", plant=with_value("blocks.1.mixer", "rotary_features", 0)),
+    Mutation(
+        "norm over all groups",
+        CASE,
+        "forward",
+        plant=with_value("blocks.0.mixer.norm", "num_groups", 1),
+        culprit="model.layers.0.mamba.norm",
+    ),
+    Mutation(
+        "epsilon doubled",
+        CASE,
+        "forward",
+        plant=epsilon_doubled("norm"),
+        culprit="model.final_layernorm",
+    ),
+    Mutation(
+        "gate and up exchanged",
+        BIASES,
+        "weights",
+        plant=edited(exchanged("blocks.1.mlp", "gate_proj", "up_proj")),
+        culprit="model.layers.1.feed_forward",
+    ),
+    *mask_ignored(CASE, "jax_models.ops.causal_conv"),
+]

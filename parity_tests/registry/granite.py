@@ -1,0 +1,115 @@
+"""The language model of Granite 4 without experts."""
+
+import dataclasses
+from functools import partial
+
+from jax_models import GraniteLanguageModelConfig
+from parity_tests.registry.case import paired
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    epsilon_doubled,
+    exchanged,
+    mask_ignored,
+    with_value,
+)
+
+granite = partial(paired, layout="hf", architecture="granite", twin_state=False, prefix=5)
+config = GraniteLanguageModelConfig(
+    vocab_size=11,
+    features=8,
+    num_layers=3,
+    mlp_features=7,
+    block_types=("linear_attention", "full_attention"),
+    num_heads=4,
+    num_kv_heads=2,
+    head_features=6,
+    mamba_heads=4,
+    mamba_head_features=3,
+    state_features=5,
+    num_groups=2,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.6,
+    attention_multiplier=0.8,
+    logits_scaling=2.0,
+    max_length=40,
+)
+CASE, ROTARY = "GraniteLanguageModel", "GraniteLanguageModel, rotary positions, biases, limits of Δ"
+CASES = [
+    granite(CASE, config.build),
+    granite(
+        ROTARY,
+        dataclasses.replace(
+            config,
+            rope_theta=10.0,
+            tied_head=False,
+            attention_bias=True,
+            mamba_bias=True,
+            conv_bias=False,
+            kernel_size=3,
+            dt_limits=(0.6, 0.9),
+        ).build,
+    ),
+]
+
+
+def with_multiplier(name: str, value: float):
+    """Computes with another value of a multiplier of the config."""
+
+    def edit(model):
+        model.config = dataclasses.replace(model.config, **{name: value})
+
+    return edited(edit)
+
+
+forward = partial(Mutation, case=CASE, kind="forward")
+MUTATIONS = [
+    forward("embeddings not multiplied", plant=with_multiplier("embedding_multiplier", 1.0)),
+    forward("logits not divided", plant=with_multiplier("logits_scaling", 1.0), culprit=""),
+    forward(
+        "branches not multiplied",
+        plant=with_value("blocks.2", "residual_scale", 1.0),
+        culprit="model.layers.2",
+    ),
+    forward(
+        "scores multiplied by 1 / √head_features",
+        plant=with_value("blocks.1.mixer", "scale", None),
+        culprit="model.layers.1.self_attn",
+    ),
+    forward(
+        "positions without rope",
+        plant=with_value("blocks.1.mixer", "rotary_features", 6),
+        culprit="model.layers.1.self_attn",
+    ),
+    forward(
+        "no positions in spite of rope",
+        case=ROTARY,
+        plant=with_value("blocks.1.mixer", "rotary_features", 0),
+        culprit="model.layers.1.self_attn",
+    ),
+    forward(
+        "norm over all groups",
+        plant=with_value("blocks.0.mixer.norm", "num_groups", 1),
+        culprit="model.layers.0.mamba.norm",
+    ),
+    forward(
+        "gate after the norm",
+        plant=with_value("blocks.0.mixer", "norm_before_gate", True),
+        culprit="model.layers.0.mamba",
+    ),
+    forward(
+        "limits forgotten",
+        case=ROTARY,
+        plant=with_value("blocks.0.mixer", "dt_limits", (0.0, float("inf"))),
+        culprit="model.layers.0.mamba",
+    ),
+    forward("epsilon doubled", plant=epsilon_doubled("norm"), culprit="model.norm"),
+    Mutation(
+        "gate and up exchanged",
+        CASE,
+        "weights",
+        plant=edited(exchanged("blocks.1.mlp", "gate_proj", "up_proj")),
+        culprit="model.layers.1.shared_mlp",
+    ),
+    *mask_ignored(CASE, "jax_models.ops.causal_conv"),
+]
