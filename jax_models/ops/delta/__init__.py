@@ -36,8 +36,10 @@ GATED_DELTA_RULE = Operator(
         Form("definition", definition.gated_delta_rule),
     ),
 )
-DeltaRuleMethod = GatedDeltaRuleMethod = Annotated[str, "auto or the name of a form"]
+DeltaRuleMethod = Annotated[str, "auto or the name of a form"]
 """What runs a delta rule."""
+GatedDeltaRuleMethod = DeltaRuleMethod
+"""What runs a gated delta rule."""
 
 
 @checked()

@@ -23,8 +23,10 @@ RECURRENT_STACK = Operator(
 
 checked_method = RECURRENT_STACK.checked_method
 """Returns a method of `recurrent_stack`, or raises an error."""
-RecurrentMethod = LSTMMethod = Annotated[str, "auto or the name of a form"]
+RecurrentMethod = Annotated[str, "auto or the name of a form"]
 """What runs a stack."""
+LSTMMethod = RecurrentMethod
+"""What runs a stack of LSTMs."""
 
 
 @checked(batch_axes=(0, 1))
