@@ -124,6 +124,7 @@ PORTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PORTS)
 def test_right_ports_pass_and_wrong_ones_fail(name):
     call_twin, *ports = PORTS[name]

@@ -45,6 +45,7 @@ def test_models_of_other_frameworks(framework, form):
     assert "weight gradients" in report.errors["float64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", [linen_pair, equinox_pair, keras_pair])
 def test_a_model_without_weights_has_others(framework):
     """Comparing its outputs would be meaningless."""

@@ -94,6 +94,7 @@ def active(time: int):
     return (np.arange(time) < masks(time)["lengths"][:, None])[..., None, None]
 
 
+@pytest.mark.slow
 @methods_and_auto
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("time", [1, 150])

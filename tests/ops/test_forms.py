@@ -266,7 +266,11 @@ CALLS = {
 `draw(kind, Draw(seed))` returns `run(method, *arrays)`, its arrays, and the masks.
 """
 FORMS = [
-    pytest.param(operator, form, kind, seed, id=f"{name}, {form.name}, {kind}")
+    pytest.param(
+        *(operator, form, kind, seed),
+        id=f"{name}, {form.name}, {kind}",
+        marks=[pytest.mark.slow] if seed else [],
+    )
     for name, operator in OPERATORS.items()
     for form in operator.forms.values()
     if form not in (*operator.other_forms, operator.own_forms[-1])
@@ -483,6 +487,7 @@ def packages(request, monkeypatch):
         monkeypatch.setattr(forms, "_packages", list)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("layer", [LSTM, GRU, RNN])
 def test_results_and_gradients_are_exported_for_every_platform(layer):

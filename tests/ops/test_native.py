@@ -150,6 +150,7 @@ TRANSFORMS = [
 ]
 
 
+@pytest.mark.slow
 @needs_kernels
 @lstm_and_gru
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
@@ -158,6 +159,7 @@ def test_transformed_equals_xla(name, transform, x64):
     assert_equals_xla(name, transform, options={"bidirectional": True}, **masks)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize(

@@ -52,16 +52,14 @@ QUICK = {
     for architecture, name in FIRST.items()
     if CASES[name].config is None and architecture != "silero_vad"
 }
-"""The first case of each architecture that is a layer, not a model. `make test` also compares these
-in float32, and runs the basic checks on them."""
+"""The first case of each architecture that is a layer, not a model. `make test` runs the basic
+checks on them."""
 
 
-@rows(CASES, CHECKED.__contains__)
+@rows(CASES, {*FIRST.values()}.__contains__)
 def test_agrees_with_twin(name):
     """`test_agrees_with_twin_as_compiled_for_users` compares the checked cases in other dtypes."""
-    dtypes = CASES[name].dtypes
-    if name in CHECKED:
-        dtypes = ("float64", "float32") if name in QUICK else ("float64",)
+    dtypes = ("float64",) if name in CHECKED else CASES[name].dtypes
     assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
 
 

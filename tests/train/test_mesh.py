@@ -192,6 +192,7 @@ def specs(model):
     return {path.removesuffix(".value"): spec for path, spec in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_large_parameter_is_declared_and_divided(name):
     """Large means more than half the size of a (features, features) matrix."""

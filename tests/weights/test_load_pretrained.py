@@ -277,7 +277,7 @@ BAD = [
         lambda f: torch.save({"a": torch.zeros(1)}, f / "a.pth"),
     ),
     ("b.pth: refused, it is compressed", that_expands),
-    (r"got the folder of a run: use --run .* train\.run\.Run\.open", like_a_run),
+    (r"got the folder of a run: use --run .* twinscan\.Run\.open", like_a_run),
     ("got a list in optimizer; save the weights alone", with_a_training_state),
 ]
 
