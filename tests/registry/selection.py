@@ -28,10 +28,15 @@ VARIANTS = [
 them that must find a fault."""
 
 OF_LAYERS = (
+    "steps with reset equal replay",
+    "zeros have finite outputs and gradients",
     "an empty batch has empty results",
     "a document is the same wherever it is",
+    "a document continues in another row and from a file",
     "jit equals eager",
     "vmap equals loop",
+    "nan stays where it is",
+    "optimizer follows the same trajectory",
 )
 """The checks that would only find again in a language model what they find in its layers."""
 
