@@ -117,10 +117,10 @@ def heads_in_turns(local_attention):
 def one_step_further(causal_attention):
     """Makes the window one step longer, as if it did not include the current step."""
 
-    def wrong(q, k, v, first, past, *, window, **options):
-        return causal_attention(
-            q, k, v, jnp.where(first > 0, first - 1, first), past, window=window + 1, **options
-        )
+    def wrong(call, *options):
+        first = jnp.where(call.first > 0, call.first - 1, call.first)
+        longer = dataclasses.replace(call, first=first, window=call.window + 1)
+        return causal_attention(longer, *options)
 
     return wrong
 
@@ -153,7 +153,7 @@ def scale_not_rounded(layer):
 weights = partial(Mutation, kind="weights")
 forward = partial(Mutation, kind="forward")
 states = partial(Mutation, kind="states and masks")
-LOCAL = "jax_models.ops.local_attention"
+LOCAL = "jax_models.ops.attention.local_attention"
 
 MUTATIONS = [
     weights("a gate's bias forgotten", "RGLRU of blocks", plant=zeroed("recurrence_gate.bias")),
