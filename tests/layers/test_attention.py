@@ -75,7 +75,7 @@ def test_a_step_needs_no_memory_for_the_slots_that_are_not_filled():
 def test_a_step_takes_no_time_for_the_slots_that_are_not_filled(resets):
     """Visiting the empty tiles of the larger cache would take ten times as long."""
 
-    def best_time(slots: int) -> float:
+    def generation(slots: int):
         layer = Attention(64, 4, max_length=slots, rngs=nnx.Rngs(0))
         graphdef, params = nnx.split(layer)
         reset = jnp.zeros(1, bool) if resets else None
@@ -85,14 +85,18 @@ def test_a_step_takes_no_time_for_the_slots_that_are_not_filled(resets):
             layer = nnx.merge(graphdef, params)
             return jax.lax.fori_loop(0, 64, lambda _, c: layer.step(*c, reset=reset), (x, state))
 
-        x, state, times = jnp.ones((1, 64)), layer.init_state(1), []
-        for _ in range(8):
-            start = time.perf_counter()
-            x, state = jax.block_until_ready(steps(params, x, state))
-            times.append(time.perf_counter() - start)
-        return min(times)
+        return steps, params, (jnp.ones((1, 64)), layer.init_state(1))
 
-    assert best_time(2**17) < 3 * best_time(2**13)
+    # Run the caches in turn, so that other programs slow both down.
+    generations = {slots: generation(slots) for slots in (2**13, 2**17)}
+    times = {slots: [] for slots in generations}
+    for _ in range(30):
+        for slots, (steps, params, carry) in generations.items():
+            start = time.perf_counter()
+            carry = jax.block_until_ready(steps(params, *carry))
+            times[slots].append(time.perf_counter() - start)
+            generations[slots] = steps, params, carry
+    assert min(times[2**17]) < 3 * min(times[2**13])
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 40])
