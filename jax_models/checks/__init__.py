@@ -1,1 +1,1 @@
-"""What a public function checks of its arguments, and what its errors say."""
+"""Checks of the arguments of public functions, with error messages that say what to do."""

@@ -10,7 +10,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState, RecurrentMethod
-from jax_models.ops.gated import checked_method
+from jax_models.ops.gated import RECURRENT_STACK
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
@@ -109,7 +109,7 @@ class GRU(RecurrentStack[GRUState]):
             rngs=rngs,
         )
         self.reset_after = reset_after
-        self.method = checked_method(method)
+        self.method = RECURRENT_STACK.checked_method(method)
 
     def operator(self):
         recurrence = partial(ops.gru, reset_after=self.reset_after)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
-from jax_models.ops.gated import checked_method
+from jax_models.ops.gated import RECURRENT_STACK
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, SharedLayer
 
@@ -137,7 +137,7 @@ class LSTM(SharedLayer, RecurrentStack[LSTMState]):
             bias_init=bias_init,
             rngs=rngs,
         )
-        self.method = checked_method(method)
+        self.method = RECURRENT_STACK.checked_method(method)
 
     def operator(self):
         return partial(ops.recurrent_stack, ops.lstm, method=self.method)

@@ -14,7 +14,7 @@ from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.mesh_axes import last_axis
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
-from jax_models.ops.linear import checked_method
+from jax_models.ops.linear import LINEAR_RECURRENCE
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
@@ -42,7 +42,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
     ):
         super().__init__(in_features, **options)
         self.hidden_features = hidden_features
-        self.method = checked_method(method)
+        self.method = LINEAR_RECURRENCE.checked_method(method)
         bias_init = options.get("bias_init")
         refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
         self.dropout = dropout_between(num_layers, dropout_rate, rngs=options["rngs"])

@@ -13,7 +13,7 @@ from jax_models.checks.values import Positive
 from jax_models.layers.linear import BlockDiagonal, Linear, lecun_normal, normal_of_fan_in
 from jax_models.mesh_axes import last_axis
 from jax_models.ops import RGLRUState, carry_dtype
-from jax_models.ops.linear import checked_method
+from jax_models.ops.linear import LINEAR_RECURRENCE
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import SharedLayer, Weight, same
@@ -112,7 +112,7 @@ class RGLRU(SharedLayer, SequenceLayer[RGLRUState]):
             raise ValueError(f"epsilon: {expected}, got {epsilon}")
         self.epsilon = epsilon
         self.scale_first_step = scale_first_step
-        self.method = checked_method(method)
+        self.method = LINEAR_RECURRENCE.checked_method(method)
         self.num_blocks = num_blocks
         rngs, param_dtype = options["rngs"], self.param_dtype
         # Dense gates have no bias, as in the paper; blocks have one, as in recurrentgemma.

@@ -10,7 +10,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RecurrentMethod, RNNState
-from jax_models.ops.gated import checked_method
+from jax_models.ops.gated import RECURRENT_STACK
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
@@ -106,7 +106,7 @@ class RNN(RecurrentStack[RNNState]):
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
-        self.method = checked_method(method)
+        self.method = RECURRENT_STACK.checked_method(method)
 
     def operator(self):
         recurrence = partial(ops.rnn, nonlinearity=self.nonlinearity)

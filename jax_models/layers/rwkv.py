@@ -36,7 +36,7 @@ from jax_models.layers.rwkv_parts import (
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import WKVState, carry_dtype
-from jax_models.ops.linear.wkv import checked_method
+from jax_models.ops.linear.wkv import WKV
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, linear, same, squeezed
 
@@ -85,7 +85,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         self, features: int, *, method: ops.WKVMethod = "auto", **options: Unpack[RWKVOptions]
     ):
         super().__init__(features, **options)
-        self.method = checked_method(method)
+        self.method = WKV.checked_method(method)
         depth, height = depth_and_height(options)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)

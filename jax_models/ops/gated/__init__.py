@@ -21,8 +21,6 @@ RECURRENT_STACK = Operator(
 )
 
 
-checked_method = RECURRENT_STACK.checked_method
-"""Returns a method of `recurrent_stack`, or raises an error."""
 RecurrentMethod = Annotated[str, "auto or the name of a form"]
 """What runs a stack."""
 LSTMMethod = RecurrentMethod

@@ -28,8 +28,6 @@ LINEAR_RECURRENCE = Operator(
     derivative=derivative,
 )
 
-checked_method = LINEAR_RECURRENCE.checked_method
-"""Returns a method of `linear_recurrence`, or raises an error."""
 LinearRecurrenceMethod = Annotated[str, "auto or the name of a form"]
 """What runs a linear recurrence."""
 

@@ -36,8 +36,6 @@ WKV = Operator(
     derivative=derivative,
 )
 
-checked_method = WKV.checked_method
-"""Returns a method of `wkv`, or raises an error."""
 WKVMethod = Annotated[str, "auto or the name of a form"]
 """What runs the average."""
 
