@@ -23,7 +23,13 @@ from rich.table import Table
 from parity_tests.registry import CASES
 from tpu_compile import libtpu
 from tpu_compile.outcome import Outcome, compile_program, counts_as_text
-from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
+from tpu_compile.programs import (
+    Program,
+    different_layers,
+    kernel_programs,
+    layer_programs,
+    train_step,
+)
 from tpu_compile.sharded import sharded_programs
 from train.run.config import PRESETS
 from twinscan.command_line import CommandLineError, parse
@@ -37,16 +43,18 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Compile every layer, kernel and a training step for TPUs, with products in full float32.
+    """Compile layers, kernels and a training step for TPUs, with products in full float32.
 
-    Needs no TPU. A layer is compiled twice: its forward pass, and the gradients of its weights. The
-    training step of the preset is compiled for one chip and for 256, that of a model with a billion
-    parameters for 256, and that on a million tokens for 16. By default, all are compiled for a v5e,
-    and the kernels also for a v6e, because nothing else depends on the kind of chip.
+    Needs no TPU. Of each class of layers and each `method`, the first case of the registry is
+    compiled twice: its forward pass, and the gradients of its weights. The training step of the
+    preset is compiled for one chip and for 256, that of a model with a billion parameters for 256,
+    and that on a million tokens for 16. By default, all are compiled for a v5e, and the kernels
+    also for a v6e, because nothing else depends on the kind of chip.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Only the cases with this in their names ("train step" is one); may be given several times."""
+    """Only the cases with this in their names ("train step" is one), of all in the registry; may be
+    given several times."""
     chip: Annotated[tuple[Literal["v5e", "v6e"], ...], tyro.conf.UseAppendAction] = ()
     """Only this kind of chip; may be given several times."""
     preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
@@ -80,8 +88,9 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         if asked_for(f"train step of {arguments.preset}"):
             for topology in (one, many):
                 yield train_step(arguments.preset, arguments.rows, topology)
-        for name, case in CASES.items():
-            if asked_for(name) and "tpu" in case.platforms:
+        cases = [case for case in CASES.values() if "tpu" in case.platforms]
+        for case in cases if arguments.case else different_layers(cases):
+            if asked_for(case.name):
                 yield from layer_programs(case, one)
     for chip in arguments.chip or CHIPS:
         one = libtpu.topology(f"{chip}:{SHAPES[0]}")

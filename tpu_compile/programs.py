@@ -1,7 +1,7 @@
 """The programs to compile: the registry's layers, the operators' kernels, the training step."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,20 @@ class Program:
     def title(self) -> str:
         """The name, the part and the topology, in one line."""
         return f"{self.name}, {self.part}, {self.topology}"
+
+
+def different_layers(cases: Iterable[Case]) -> Iterator[Case]:
+    """The first case of each class of layers, and of each `method` of a class.
+
+    The other options change few of the operations.
+    """
+    seen = set()
+    for case in cases:
+        layer = case.abstract()
+        kind = type(layer), getattr(layer, "method", None)
+        if kind not in seen:
+            seen.add(kind)
+            yield case
 
 
 def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:

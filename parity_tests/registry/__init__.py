@@ -22,6 +22,8 @@ CASES: dict[str, Case] = by_name(
     "case",
     ((case.name, case, file.__name__) for file in _FILES for case in getattr(file, "CASES", ())),
 )
+FIRST_CASES = {case.architecture: name for name, case in [*CASES.items()][::-1]}
+"""The name of the first case of each architecture."""
 MUTATIONS: tuple[Mutation, ...] = tuple(
     mutation for file in _FILES for mutation in getattr(file, "MUTATIONS", ())
 )
@@ -37,4 +39,4 @@ COMPARED: dict[str, Callable[..., Any]] = by_name(
 the options of every layer.
 """
 
-__all__ = ["BATCH", "CASES", "COMPARED", "MUTATIONS", "TIME", "Case", "Mutation"]
+__all__ = ["BATCH", "CASES", "COMPARED", "FIRST_CASES", "MUTATIONS", "TIME", "Case", "Mutation"]

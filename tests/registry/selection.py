@@ -1,15 +1,14 @@
 """Which checks run on which cases."""
 
 from parity_tests.checks import CHECKS
-from parity_tests.registry import CASES, MUTATIONS
-
-FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
-"""The first case of each architecture."""
+from parity_tests.registry import CASES, FIRST_CASES, MUTATIONS
 
 FAULTS = {(m.case, m.check) for m in MUTATIONS if m.check}
 """The case of each planted fault that a check must find, and the check."""
 
-CHECKED = [name for name in CASES if name in FIRST.values() or any(name == n for n, _ in FAULTS)]
+CHECKED = [
+    name for name in CASES if name in FIRST_CASES.values() or any(name == n for n, _ in FAULTS)
+]
 """The cases that checks run on. All other cases are compared with their twins."""
 
 
@@ -22,7 +21,8 @@ def layer(name: str):
 VARIANTS = [
     name
     for name in CHECKED
-    if name not in FIRST.values() and layer(name) in {layer(first) for first in FIRST.values()}
+    if name not in FIRST_CASES.values()
+    and layer(name) in {layer(first) for first in FIRST_CASES.values()}
 ]
 """The checked cases whose layer is that of a first case with other options. Only the checks run on
 them that must find a fault."""

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from selection import FIRST
 
 from jax_models import SequenceLayer, state_batch_axes
-from parity_tests.registry import CASES
+from parity_tests.registry import CASES, FIRST_CASES
 
-names = pytest.mark.parametrize("name", FIRST.values())
+names = pytest.mark.parametrize("name", FIRST_CASES.values())
 
 
 def traced(name: str, dtype, *shapes: tuple[int, ...]):

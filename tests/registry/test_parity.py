@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from selection import CHECKED, COLLECTED, FIRST
+from selection import CHECKED, COLLECTED
 
 import torch_ref
 from parity_tests.checked_layer import CheckedLayer
@@ -13,7 +13,7 @@ from parity_tests.checks import CHECKS
 from parity_tests.engine.problem import available_platforms
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.engine.verdict.report import Report
-from parity_tests.registry import CASES, TIME
+from parity_tests.registry import CASES, FIRST_CASES, TIME
 
 
 @functools.lru_cache(maxsize=1)
@@ -49,17 +49,21 @@ def platform_here(name) -> str:
 
 QUICK = {
     name
-    for architecture, name in FIRST.items()
+    for architecture, name in FIRST_CASES.items()
     if CASES[name].config is None and architecture != "silero_vad"
 }
 """The first case of each architecture that is a layer, not a model. `make test` runs the basic
 checks on them."""
 
 
-@rows(CASES, {*FIRST.values()}.__contains__)
+@rows(CASES, {*FIRST_CASES.values()}.__contains__)
 def test_agrees_with_twin(name):
-    """`test_agrees_with_twin_as_compiled_for_users` compares the checked cases in other dtypes."""
-    dtypes = ("float64",) if name in CHECKED else CASES[name].dtypes
+    """In float64, and all other cases than the checked ones in the coarsest dtype, too.
+
+    `test_agrees_with_twin_as_compiled_for_users` compares the checked cases in the other dtypes.
+    """
+    dtypes = CASES[name].dtypes
+    dtypes = ("float64",) if name in CHECKED else dict.fromkeys((dtypes[0], dtypes[-1]))
     assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
 
 

@@ -10,18 +10,17 @@ from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import FIRST
 
 from jax_models import state_batch_axes
-from parity_tests.registry import CASES, TIME
+from parity_tests.registry import CASES, FIRST_CASES, TIME
 
 pytestmark = pytest.mark.slow
 BATCH = 8
 PLATFORMS = ("cpu", "cuda", "tpu")
-rows = pytest.mark.parametrize("name", FIRST.values())
+rows = pytest.mark.parametrize("name", FIRST_CASES.values())
 SIZES = [
     (name, *sizes)
-    for name in FIRST.values()
+    for name in FIRST_CASES.values()
     for sizes in ((BATCH, TIME), ("b", "t"))
     if sizes == ("b", "t") or CASES[name].config is None
 ]

@@ -16,7 +16,7 @@ from tpu_compile import __main__ as command
 from tpu_compile import libtpu
 from tpu_compile.hlo import Array, collectives, entry, exchanges, precisions
 from tpu_compile.outcome import hlo_faults, one_line_reason
-from tpu_compile.programs import kernel_programs
+from tpu_compile.programs import different_layers, kernel_programs
 from tpu_compile.sharded import sharded_programs
 from twinscan.command_line import CommandLineError
 
@@ -138,12 +138,16 @@ def test_kernels_are_compiled_for_each_kind_of_chip_and_all_else_for_one(monkeyp
         return {program.name for program in programs if program.topology.startswith(kind)}
 
     kernels = {kernel.name for kernel in kernel_programs(libtpu.topology("v6e:1x1"))}
-    others = {name for name, case in CASES.items() if "tpu" in case.platforms}
+    cases = [case for case in CASES.values() if "tpu" in case.platforms]
+    others = {case.name for case in different_layers(cases)}
     others.add("train step of lstm")
     sharded = {program.name for program in sharded_programs(libtpu.topology)}
     assert compiled_for("v5e") == kernels | others | sharded
     assert compiled_for("v6e") == kernels
     assert compiled_for("v6e", chip=("v6e",)) == kernels | others
+    assert {"RWKV7TimeMix", "RWKV7TimeMix by chunks", "RWKV7LanguageModel"} <= others
+    assert len(others) < len(cases) / 2
+    assert compiled_for("v5e", case=("tied",)) == {x.name for x in cases if "tied" in x.name}
 
 
 def test_jax_says_which_libtpu(monkeypatch):

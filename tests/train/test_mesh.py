@@ -45,18 +45,27 @@ MESHES = {
     "1×1×8, fully sharded": MeshConfig(data=1, sequence=8, fully_sharded=True),
 }
 MIN_GRU = "RNNLanguageModel of minGRU"
-FIRST = {case.architecture: name for name, case in reversed(MODELS.items())}
 MESHES_OF = {
-    **dict.fromkeys(FIRST.values(), ("2×2×2, fully sharded",)),
-    "HippogriffLanguageModel": ("2×2×2, fully sharded",),
     MIN_GRU: (*MESHES,),
     "GPModel of hyena": ("1×1×8, fully sharded",),
     "GPModel of attention": ("4×2×1, fully sharded",),
-    **dict.fromkeys(("RNNLanguageModel", "RNNLanguageModel of LSTM"), ("8×1×1, fully sharded",)),
+    "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
+    **dict.fromkeys(
+        (
+            "BambaLanguageModel",
+            "GriffinLanguageModel",
+            "HippogriffLanguageModel",
+            "HyenaDNALanguageModel",
+            "Qwen35LanguageModel",
+            "RWKV7LanguageModel",
+        ),
+        ("2×2×2, fully sharded",),
+    ),
 }
-"""The meshes to compare for the first model of each architecture, and for some others.
+"""The meshes to compare for some models, which have each kind of mixer.
 
-In each model, they divide all axes that can be divided.
+Layers that divide time are compared one by one in `test_time_axis.py`, and the declarations of all
+models below.
 """
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 import train.command.train as train_command
 from jax_models import to_torch
 from parity_tests.engine.bounds.tolerance import FLOAT64
-from parity_tests.registry import CASES
+from parity_tests.registry import CASES, FIRST_CASES
 from train.data.text import ALL_WORK
 from train.data.vocabulary import Characters
 from train.data.windows import Batches, split
@@ -35,7 +35,6 @@ from train.trainer.optimizer import (
 )
 from train.trainer.step import Trainer
 
-FIRST = {case.architecture: case for case in reversed(CASES.values())}
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_steps=3)
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.array([0.3, -0.1])}
 GRADIENTS = [jax.tree.map(lambda p, i=i: jnp.sin(p + i), PARAMS) for i in range(9)]
@@ -87,10 +86,12 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
         np.testing.assert_allclose(ours[name], twin.numpy(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("cases", [FIRST, pytest.param(CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [FIRST_CASES.values(), pytest.param(CASES, marks=pytest.mark.slow)]
+)
 def test_matrices_are_what_multiplies(cases):
     """All kernels are matrices, unless they are vectors. The layers declare what is no matrix."""
-    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in cases.values()]
+    params = [nnx.state(CASES[name].abstract(jnp.float32), nnx.Param) for name in cases]
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Param))
     declared = set()
     for path, param in leaves:
