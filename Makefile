@@ -5,6 +5,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 ARGS ?=
 # Tests start many processes, which would otherwise compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
+# Python compiles what it imports, which is a small part of what pip would compile.
+export PIP_NO_COMPILE := 1
 INSTALL_NATIVE := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install \
 	--force-reinstall --no-deps ./native
 

@@ -1,6 +1,5 @@
 """The report names the culprit, or says that there is none or that it is unknown."""
 
-import functools
 from functools import partial
 
 import jax
@@ -10,57 +9,10 @@ import torch
 from faulty_pairs import Parts, TorchParts, X, located
 
 from parity_tests import compare, tap
-from parity_tests.engine.locate.find import find_departure
 from parity_tests.engine.locate.location import Location, Visit
-from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.traces.torch_trace import trace_torch
-from parity_tests.registry import CASES, MUTATIONS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@functools.lru_cache(maxsize=1)
-def reference(case, dtype, is_forward):
-    """The twin's trace, which no fault of JAX's side changes."""
-    problem = CASES[case].problem()
-    return TorchReference(problem.twin).run(problem).runs.trace(dtype, is_forward=is_forward)
-
-
-def departure(case, dtype, *, is_forward=False):
-    traced = reference(case, dtype, is_forward)
-    return find_departure(CASES[case].problem(), traced, {}, is_forward=is_forward)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        pytest.param(m, id=str(m), marks=pytest.mark.xdist_group(m.case))
-        for m in sorted(MUTATIONS, key=lambda m: m.case)
-        if m.culprit is not None
-    ],
-)
-def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
-    with mutation.plant():
-        location = departure(mutation.case, "float64", is_forward=True)
-    assert location.culprit == mutation.culprit, f"\n{location}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "HawkBlock",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("RWKVLanguageModel", "GPModel of hyena")
-        ),
-    ],
-)
-def test_no_fault_is_found_where_there_is_none(name):
-    location = departure(name, "float32")
-    assert location.culprit is None, f"\n{location}"
-    assert str(location).endswith("first to depart: none, all that was compared agrees")
 
 
 def test_a_dtype_inside_is_no_fault_if_the_results_have_theirs():

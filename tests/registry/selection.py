@@ -28,6 +28,8 @@ VARIANTS = [
 them that must find a fault."""
 
 OF_LAYERS = (
+    "cut equals uncut",
+    "batch rows are independent",
     "steps with reset equal replay",
     "zeros have finite outputs and gradients",
     "an empty batch has empty results",
@@ -48,3 +50,8 @@ COLLECTED = [
     or not (name in VARIANTS or (CASES[name].config is not None and check in OF_LAYERS))
 ]
 """Each case and check that is a test."""
+
+LOCATED = [
+    *{CASES[m.case].architecture: m for m in MUTATIONS if m.culprit is not None}.values(),
+]
+"""A planted fault of each architecture whose place `locate` must find."""

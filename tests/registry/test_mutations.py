@@ -1,21 +1,46 @@
-"""Every planted fault is found by the check that should find it."""
+"""Every planted fault is found by the check that should find it, and some where they are."""
 
 import contextlib
 import dataclasses
 
 import pytest
 from flax import nnx
-from selection import CHECKED, COLLECTED
+from selection import CHECKED, COLLECTED, LOCATED
 
 from parity_tests.checks import is_caught
+from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.registry import CASES, MUTATIONS
 
 
-# `test_locate_verdicts.py` tests the faults that have a culprit
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is None], ids=str)
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m not in LOCATED], ids=str)
 def test_is_caught(mutation):
     assert is_caught(mutation)
+
+
+def departure(case, dtype, *, is_forward=False):
+    problem = CASES[case].problem()
+    traced = TorchReference(problem.twin).run(problem).runs.trace(dtype, is_forward=is_forward)
+    return find_departure(problem, traced, {}, is_forward=is_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("mutation", LOCATED, ids=str)
+def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
+    with mutation.plant():
+        location = departure(mutation.case, "float64", is_forward=True)
+    assert location.culprit == mutation.culprit, f"\n{location}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ["HawkBlock", "RWKVLanguageModel"])
+def test_no_fault_is_found_where_there_is_none(name):
+    location = departure(name, "float32")
+    assert location.culprit is None, f"\n{location}"
+    assert str(location).endswith("first to depart: none, all that was compared agrees")
 
 
 def test_every_fault_is_noticed_by_a_test():

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from selection import CHECKED, COLLECTED
+from selection import COLLECTED
 
 import torch_ref
 from parity_tests.checked_layer import CheckedLayer
@@ -58,22 +58,23 @@ checks on them."""
 
 @rows(CASES, {*FIRST_CASES.values()}.__contains__)
 def test_agrees_with_twin(name):
-    """In float64, and all other cases than the checked ones in the coarsest dtype, too.
+    """In the case's finest dtype."""
+    problem, dtypes = CASES[name].problem(), CASES[name].dtypes[:1]
+    assert_within_bounds(measure_twin(problem, dtypes, platform_here(name)))
 
-    `test_agrees_with_twin_as_compiled_for_users` compares the checked cases in the other dtypes.
-    """
-    dtypes = CASES[name].dtypes
-    dtypes = ("float64",) if name in CHECKED else dict.fromkeys((dtypes[0], dtypes[-1]))
-    assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
+
+@pytest.mark.slow
+@rows(name for name, case in CASES.items() if len(case.dtypes) > 1)
+def test_agrees_with_twin_in_the_coarsest_dtype(name):
+    problem, dtypes = CASES[name].problem(), CASES[name].dtypes[-1:]
+    assert_within_bounds(measure_twin(problem, dtypes, platform_here(name)))
 
 
 @pytest.mark.optimized
-@rows(CHECKED)
-def test_agrees_with_twin_as_compiled_for_users(name):
-    """Leaves out float64, which `compare` compiles without optimizing."""
-    case = CASES[name]
-    dtypes = [dtype for dtype in case.dtypes if dtype != "float64"]
-    assert_within_bounds(measure_twin(case.problem(), dtypes, platform_here(name)))
+@rows(FIRST_CASES.values())
+def test_agrees_with_twin_in_float32_as_compiled_for_users(name):
+    problem = CASES[name].problem()
+    assert_within_bounds(measure_twin(problem, ["float32"], platform_here(name)))
 
 
 @rows((name for name, case in CASES.items() if case.packs), lambda name: "1 layer" in name)

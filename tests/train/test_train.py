@@ -165,13 +165,13 @@ def small_sizes(model: LanguageModelConfig) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not name.endswith("-small")])
 def test_every_preset_can_be_built(preset):
-    """`test_mesh.py` trains a model of each architecture, and the registry compares the twins."""
+    """`test_mesh.py` trains models of each kind, and the registry compares all with their twins."""
     trainer = build_trainer(PRESETS[preset], abstract=True)
     assert jax.eval_shape(trainer.initial_state).averaged_params
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["annotated-hyena", "griffin", "hyena-dna", "lstm", "rwkv7"])
+@pytest.mark.parametrize("preset", ["annotated-hyena", "lstm", "rwkv7"])
 def test_presets_train_export_and_generate(text_file, tmp_path, capsys, preset):
     steps = "--window 12 --batch-size 8 --eval-every 5 --num-steps 10 --val-rows 30"
     constant = "--optimizer.schedule constant --optimizer.warmup-steps 0 --dtype float32"
