@@ -163,9 +163,10 @@ class Case:
 
     def problem(self, *, given_state: bool = True, lengths=None, seed: int = 0) -> Problem:
         """The standard problem: random weights, inputs and (if given) initial state."""
-        twin, x = self.build_twin(seed), self.inputs(seed + 1)
-        state = self.state(seed + 2)
-        structure = jax.tree.structure(state)
+        twin, inputs = self.build_twin(seed), (self.inputs(seed + 1),)
+        if given_state and self.twin_state:
+            inputs += (self.state(seed + 2),)
+        structure = jax.tree.structure(jax.eval_shape(lambda: self.abstract().init_state(BATCH)))
         masks = {} if lengths is None else {"lengths": torch.tensor(lengths)}
 
         def call_twin(twin, x, state=None):
@@ -186,7 +187,7 @@ class Case:
             call=call,
             to_torch=lambda gradient, rest: to_torch(merge(gradient, rest), table),
             table=table,
-            inputs=(x, state) if given_state and self.twin_state else (x,),
+            inputs=inputs,
             dtypes=self.dtypes,
             seed=seed + 3,
         )
