@@ -77,14 +77,13 @@ class CheckedLayer:
 
         The gradients are None if they are not wanted.
         """
-        if differentiated:
-            function = partial(self._differentiated, read)
-        else:
 
-            def function(params, x):
-                return *read(nnx.merge(self._graphdef, params, self._rest), x), None
+        def without_gradients(params, x):
+            return *read(nnx.merge(self._graphdef, params, self._rest), x), None
 
-        return jax.device_get(jax.jit(function)(self.params, x))
+        with_gradients = partial(self._differentiated, read)
+        function = jax.jit(with_gradients if differentiated else without_gradients)
+        return jax.device_get(function(self.params, x))
 
     def _differentiated(self, read, params, x):
         def loss(params, x):
