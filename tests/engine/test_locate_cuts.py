@@ -349,6 +349,7 @@ PLACES = {
 """The twin, its port with a fault, the weights, and the culprits that may be named."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_fault_is_found_where_the_sides_are_divided_differently(place):
     twin, model, weights, culprits = PLACES[place]

@@ -30,6 +30,7 @@ def test_a_bfloat16_layer_has_a_float32_state(name):
     assert floating == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 @names
 def test_a_row_without_a_batch_axis_is_a_batch_of_one(name):
     layer = CASES[name].abstract()

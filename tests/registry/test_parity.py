@@ -87,7 +87,6 @@ def test_agrees_with_twin_on_rows_of_several_lengths(name):
 BASIC = (
     "state goes back in",
     "steps equal sequence",
-    "cut equals uncut",
     "future has no influence and far past has",
     "padding has no influence",
     "documents in a row stay apart",

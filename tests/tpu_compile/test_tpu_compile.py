@@ -130,6 +130,7 @@ def test_a_reason_is_one_line():
     )
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_for_each_kind_of_chip_and_all_else_for_one(monkeypatch):
     monkeypatch.setattr(libtpu, "topology", lambda name: libtpu.Topology(name, jax.devices()[:1]))
 

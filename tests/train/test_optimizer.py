@@ -15,7 +15,7 @@ from flax import nnx
 import train.command.train as train_command
 from jax_models import to_torch
 from parity_tests.engine.bounds.tolerance import FLOAT64
-from parity_tests.registry import CASES, FIRST_CASES
+from parity_tests.registry import CASES
 from train.data.text import ALL_WORK
 from train.data.vocabulary import Characters
 from train.data.windows import Batches, split
@@ -86,12 +86,10 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
         np.testing.assert_allclose(ours[name], twin.numpy(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "cases", [FIRST_CASES.values(), pytest.param(CASES, marks=pytest.mark.slow)]
-)
-def test_matrices_are_what_multiplies(cases):
+@pytest.mark.slow
+def test_matrices_are_what_multiplies():
     """All kernels are matrices, unless they are vectors. The layers declare what is no matrix."""
-    params = [nnx.state(CASES[name].abstract(jnp.float32), nnx.Param) for name in cases]
+    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in CASES.values()]
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Param))
     declared = set()
     for path, param in leaves:
@@ -103,7 +101,7 @@ def test_matrices_are_what_multiplies(cases):
         if param.ndim >= 2 and not is_matrix(param):
             declared.add(name)
     names = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
-    assert declared == names if cases is CASES else declared < names
+    assert declared == names
 
 
 def test_a_layer_declares_what_does_not_decay():

@@ -20,6 +20,7 @@ import jax_models
 from jax_models import from_weights, to_torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_recognized(name):
     config = MODELS[name]
