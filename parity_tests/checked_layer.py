@@ -72,18 +72,9 @@ class CheckedLayer:
             lambda layer, x: layer(x, state, lengths=lengths, reset=reset, **starts), params, x
         )
 
-    def read(self, read: Callable[[Any, Any], tuple[Any, Any]], x, *, differentiated: bool = True):
-        """The results of `read(layer, x)`, and the gradients as in `results_and_gradients`.
-
-        The gradients are None if they are not wanted.
-        """
-
-        def without_gradients(params, x):
-            return *read(nnx.merge(self._graphdef, params, self._rest), x), None
-
-        with_gradients = partial(self._differentiated, read)
-        function = jax.jit(with_gradients if differentiated else without_gradients)
-        return jax.device_get(function(self.params, x))
+    def read(self, read: Callable[[Any, Any], tuple[Any, Any]], x):
+        """The results of `read(layer, x)`, and the gradients as in `results_and_gradients`."""
+        return jax.device_get(jax.jit(partial(self._differentiated, read))(self.params, x))
 
     def _differentiated(self, read, params, x):
         def loss(params, x):

@@ -22,6 +22,7 @@ CASES: dict[str, Case] = by_name(
     "case",
     ((case.name, case, file.__name__) for file in _FILES for case in getattr(file, "CASES", ())),
 )
+# A slice, because `reversed` is a module of this package here.
 FIRST_CASES = {case.architecture: name for name, case in [*CASES.items()][::-1]}
 """The name of the first case of each architecture."""
 MUTATIONS: tuple[Mutation, ...] = tuple(
