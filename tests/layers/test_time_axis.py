@@ -114,6 +114,34 @@ def test_time_divided_over_devices_is_whole(on_eight_devices, name):
     on_eight_devices(check_divided, name)
 
 
+def check_factors_of_0() -> None:
+    """Compares gradients of a linear recurrence whose factors are 0 on each device, for some rows.
+
+    A factor of 0 has a gradient, although the state before it does not matter.
+    """
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((5, TIME, 3))) for _ in range(2))
+    a = a.at[0, ::5].set(0).at[1, 8].set(0).at[2, -1].set(0)
+    start = jnp.asarray(rng.standard_normal((5, 3)))
+
+    def gradients(time_axis):
+        def loss(*arrays):
+            h, _ = ops.linear_recurrence(*arrays, time_axis=time_axis)
+            return jnp.sum(jnp.sin(h))
+
+        return jax.grad(loss, argnums=(0, 1, 2))
+
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AxisType.Auto,))
+    specs = P(None, "time"), P(None, "time"), P()
+    divided = jax.shard_map(gradients("time"), mesh=mesh, in_specs=specs, out_specs=specs)
+    assert_close(jax.jit(divided)(a, b, start), jax.jit(gradients(None))(a, b, start))
+
+
+@pytest.mark.slow
+def test_factors_of_0_over_devices_have_their_gradients(on_eight_devices):
+    on_eight_devices(check_factors_of_0)
+
+
 def test_a_step_that_needs_the_one_before_is_refused():
     rngs = nnx.Rngs(0)
     indivisible = jax_models.LSTM(4, 4, rngs=rngs)

@@ -62,6 +62,16 @@ def scan(call: Recurrence) -> Inexact[Array, "batch time features"]:
     return jnp.swapaxes(h, 0, 1)
 
 
+@jax.custom_jvp
 def advance(a, h, b):
     """`a h + b`, or b if a is 0, even if h is NaN."""
     return jnp.where(a == 0, b, a * h + b)
+
+
+@advance.defjvp
+def _advance_jvp(primals, tangents):
+    """`a dh + (da h + db)`. JAX would derive that da has no effect where a is 0."""
+    a, h, b = primals
+    d_a, d_h, d_b = tangents
+    dropped = (a == 0) & ~jnp.isfinite(h)
+    return advance(a, h, b), advance(a, d_h, d_a * jnp.where(dropped, 0, h) + d_b)

@@ -46,7 +46,7 @@ def _gradient(operator: Operator, method: str, reverse: bool, residuals, h_gradi
     backwards = Recurrence(a, h_gradient, zero, reverse=not reverse, shifted=True)
     g = operator(backwards, method)
     first = -1 if reverse else 0
-    h0_gradient = advance(a[:, first].astype(g.dtype), g[:, first], 0)
+    h0_gradient = advance(a[:, first].astype(g.dtype), g[:, first], zero)
     a_gradient = g * _before(h, h0, reverse)
     return a_gradient.astype(a.dtype), g.astype(a.dtype), h0_gradient
 
