@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.fft
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
@@ -91,7 +90,9 @@ def _correlate(v, h, cotangent) -> Spectra:
 
 
 def _fast_length(length: int, *, real: bool) -> int:
-    fast: Any = scipy.fft.next_fast_len(max(length, 1), real)
+    from scipy.fft import next_fast_len  # importing it takes 0.2 s
+
+    fast: Any = next_fast_len(max(length, 1), real)
     return fast
 
 

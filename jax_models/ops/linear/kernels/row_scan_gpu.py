@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 LANES = 32
 """The number of features of one program, which is a warp with one thread per feature."""
@@ -22,6 +21,8 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
         NotImplementedError: JAX cannot compile for a GPU on this machine.
 
     """
+    from jax.experimental.pallas import triton as plt  # importing it takes 0.1 s
+
     if not interpret and jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu":
         raise NotImplementedError("from JAX 0.11 on, a machine without a GPU cannot compile it")
     batch, time, features = xs[0].shape
