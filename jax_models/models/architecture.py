@@ -16,7 +16,8 @@ import numpy as np
 
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
-from jax_models.weights.keys import checked_mapping, joined, locate_keys
+from jax_models.weights.keys import checked_mapping, joined
+from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight
 from jax_models.weights.stored import as_numpy
 

@@ -21,8 +21,9 @@ from jax_models.models.silero_vad import SileroVAD
 from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
-from jax_models.weights.keys import checked_mapping, flattened, joined, locate_keys
+from jax_models.weights.keys import checked_mapping, flattened, joined
 from jax_models.weights.layouts import params_of, weight_table
+from jax_models.weights.places import locate_keys
 from jax_models.weights.stored import cast, dtype_of, is_floating
 from jax_models.weights.wrappers import find_wrapped
 

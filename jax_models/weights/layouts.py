@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights.constant import Constant
-from jax_models.weights.keys import joined, lines, locate_keys
+from jax_models.weights.keys import joined, lines
+from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.tables import Layouts, Table, nested
 from jax_models.weights.wrappers import find_wrapped

@@ -23,7 +23,7 @@ from jax_models.weights.other_params import adopt, other_params
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import Table
-from jax_models.weights.wrappers import find_wrapped
+from jax_models.weights.wrappers import find_wrapped, wrapper_entered
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
@@ -69,8 +69,9 @@ def from_torch(
             or keys are missing, unexpected, of another shape or of a wider dtype, or have values
             outside the bounds of a parameter. The message lists all such keys, and the layer is
             left unchanged. If the weights are under another prefix or in an entry, the message says
-            which argument to pass. Also if the sharding of a parameter does not fit the mesh, or a
-            parameter is traced.
+            which argument to pass, and if a prefix takes only some keys of a wrapper such as an
+            adapter, it says how to get the weights back. Also if the sharding of a parameter does
+            not fit the mesh, or a parameter is traced.
 
     Warns:
         UserWarning: weights are NaN or infinite.
@@ -78,6 +79,8 @@ def from_torch(
     """
     place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
+        if wrapper := wrapper_entered(whole, f"{place}."):
+            raise ValueError(f'prefix: "{place}." leads into {wrapper}')
         state_dict = {k: v for k, v in whole.items() if str(k).startswith(f"{place}.")}
     # Find the table, and the sharding of each parameter. If the layer's options leave open which
     # parameter it trains, the keys decide.

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 from jax_models import LSTM, from_torch
 from jax_models.models.load import config_of
-from jax_models.weights import linear
+from jax_models.weights import linear, transposed, unused
 from jax_models.weights.wrappers import find_wrapped
 from parity_tests import compare, draft_table
 
@@ -55,6 +55,58 @@ def test_the_call_in_the_error_gives_the_weight_of_a_submodule_back(wrap):
     assert f"1.{NAME}" in module.state_dict()
 
 
+def test_each_weight_of_a_wrapper_has_its_call_in_the_error():
+    module = nn.Sequential(nn.LSTM(5, 6), nn.Linear(6, 2))
+    for child, name in ((module[0], "weight_ih_l0"), (module[0], NAME), (module[1], "weight")):
+        parametrizations.weight_norm(child, name)
+    [wrapped] = find_wrapped(module.state_dict())
+    [calls] = re.findall("call (.*) before", wrapped.description)
+    for call in calls.split(" and "):
+        eval(call)
+    assert not find_wrapped(module.state_dict())
+    many = find_wrapped(f"{i}.weight_{end}" for i in range(4) for end in "gv")
+    assert "and so on, for each of these 4 weights, before" in many[0].description
+
+
+def with_adapter(prefix: str) -> dict:
+    """The state_dict of peft for an LSTM."""
+    weights = {f"{prefix}base_layer.{k}": v for k, v in nn.LSTM(5, 6).state_dict().items()}
+    lora = {"lora_A.default.weight": (2, 5), "lora_B.default.weight": (24, 2)}
+    return weights | {prefix + key: torch.zeros(shape) for key, shape in lora.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "rnn.", "module.rnn."])
+@pytest.mark.parametrize("layout", [None, "torch.nn"])
+def test_no_prefix_leads_into_a_wrapper(prefix, layout):
+    """Under such a prefix, the base layer alone would be read and the adapter would be lost."""
+    layer, weights = LSTM(5, 6, rngs=nnx.Rngs(0)), with_adapter(prefix)
+    inside = f"{prefix}base_layer."
+    keys = rf"an adapter of peft \({re.escape(inside)}.*\): {ADAPTER}"
+    with pytest.raises(ValueError, match=f"^state_dict: it has keys of {keys}"):
+        from_torch(layer, weights, layout)
+    for given in (inside, inside[:-1]):
+        with pytest.raises(ValueError, match=f'^prefix: "{re.escape(inside)}" leads into {keys}'):
+            from_torch(layer, weights, layout, prefix=given)
+    # Nothing is lost if the adapter is elsewhere, or if the name is that of a user's own module.
+    other = {key: value for key, value in weights.items() if "lora" not in key}
+    for beside in ("head.weight", "head.lora_A.default.weight"):
+        from_torch(layer, other | {beside: torch.zeros(3)}, layout, prefix=inside)
+
+
+def test_a_prefix_does_not_end_inside_a_parametrization():
+    module = parametrizations.orthogonal(nn.Linear(4, 4, bias=False))
+    table = [transposed("kernel", "original"), unused("0.base", torch.zeros(4, 4).numpy())]
+    port = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^prefix: .* leads into an orthogonal .*remove_param"):
+        from_torch(port, module.state_dict(), table, prefix="parametrizations.weight.")
+
+
+def test_another_place_is_proposed_in_the_place_of_a_wrapped_one():
+    weights = with_adapter("a.") | {f"b.{k}": v for k, v in nn.LSTM(5, 6).state_dict().items()}
+    with pytest.raises(ValueError, match=r'give prefix="b\."$'):
+        from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), weights)
+
+
 def names(*keys: str) -> dict:
     return dict.fromkeys(keys, np.zeros(3))
 
@@ -66,6 +118,8 @@ def names(*keys: str) -> dict:
         (ADAPTER, names("fc.base_layer.weight", "fc.lora_A.default.weight")),
         (ADAPTER, names("base_model.model.fc.lora_A.weight", "base_model.model.fc.lora_B.weight")),
         (ADAPTER, names("base_model.model.fc.ia3_l")),
+        (ADAPTER, names("fc.vera_lambda_b.default")),
+        (ADAPTER, names("fc.original_module.weight", "fc.modules_to_save.default.weight")),
         # bitsandbytes in 4 and 8 bits, and GPTQ
         ("of bitsandbytes", names("q.weight", "q.weight.absmax", "q.weight.quant_map")),
         ("of bitsandbytes", names("q.weight", "q.SCB")),
