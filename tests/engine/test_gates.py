@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 
 from parity_tests import compare
@@ -52,16 +53,16 @@ def gru_step(fault, w, carry, x):
     return (h, c), h
 
 
-STATE = "gates in step 1: all agree, and the state after them departs"
+FOLLOWS = "JAX computes all of them as torch does, and departs in what follows"
 FAULTS = {
     (nn.LSTM, "a bias of gate 1"): "gates in step 1: i, g and o agree, f departs",
     (nn.LSTM, "i, f, o, g"): "gates: JAX uses the weights of i, f, o and g for i, f, g and o",
-    (nn.LSTM, "after"): "gates: all agree, so the code after them departs",
+    (nn.LSTM, "after"): f"gates: {FOLLOWS}",
     (nn.LSTM, "the gradient of a bias"): "gradient of bias_hh_l0 departs in o alone",
     (nn.GRU, "a bias of gate 1"): "gates in step 1: r and n agree, z departs",
     (nn.GRU, "reset before the product"): "gates in step 1: r and z agree, n departs",
     (nn.GRU, "z, r, n"): "gates: JAX uses the weights of z, r and n for r, z and n",
-    (nn.GRU, "the update"): STATE,
+    (nn.GRU, "the update"): f"gates in step 1: {FOLLOWS}",
 }
 
 
@@ -86,3 +87,38 @@ def test_the_gates_that_depart_are_named(kind, fault):
         locate=True,
     )
     assert FAULTS[kind, fault] in report.location.remarks, f"\n{report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "array"), [(1, np.array), (2, np.array), (2, jnp.asarray)])
+def test_biases_of_float32_do_not_count_as_a_departure(rows, array):
+    """Flax's cell keeps the sum of two biases in float32, and has no bias inside of n.
+
+    With `jnp.asarray`, the function that makes the layer is traced, with the loops of its
+    initialization, and its casts are ignored.
+    """
+    torch.manual_seed(0)
+    twin = nn.GRU(2, SIZE, batch_first=True)
+    for param in twin.parameters():
+        nn.init.normal_(param)
+
+    def port(weights):
+        cell = nnx.GRUCell(2, SIZE, rngs=nnx.Rngs(0))
+        for part, name in (cell.dense_i, "weight_ih_l0"), (cell.dense_h, "weight_hh_l0"):
+            part.kernel[...] = array(weights[name]).T.astype("float32")
+        of_r_and_z = array(weights["bias_hh_l0"]) * (np.arange(3 * SIZE) < 2 * SIZE)
+        bias = array(weights["bias_ih_l0"]) + of_r_and_z
+        cell.dense_i.bias[...] = bias.astype("float32")
+        return nnx.RNN(cell)
+
+    report = compare(
+        twin,
+        lambda layer, x: layer(x),
+        X[:rows],
+        weights=port,
+        call_twin=lambda twin, x: twin(x)[0],
+        dtypes="float64",
+        locate=True,
+    )
+    remark = "gates in step 1: r and z agree, n departs"
+    assert remark in report.location.remarks, f"\n{report}"

@@ -231,7 +231,8 @@ class ArgumentFreeEvaluator(PartialEvaluator):
 
     def _widen(self, x: Any) -> Any:
         x = super()._widen(x)
-        if is_floating(x):
+        # Inside a loop or a branch, the numbers are not known; its results are collected.
+        if is_floating(x) and not isinstance(x, Tracer):
             self._arrays.append(np.unique(np.asarray(x, np.float64)))
         return x
 

@@ -20,7 +20,11 @@ KEYS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 MOST_STEPS = 64
 """The number of steps whose gates are compared."""
 ROUNDING_ULPS = 100.0
-"""How far a gate may be off in float32 and below, in ulp, where no bound is known for it."""
+"""How far a gate may be off, in ulp, where no bound is known for it."""
+ROUNDING_SHARE = 1e-3
+"""The part of the largest error of a gate that weights rounded to float32 may explain."""
+COMPUTED = "JAX computes all of them as torch does, and departs in what follows"
+"""What is known if all gates are found: JAX may still change a gate before it uses it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,12 @@ def _gates_that_depart(
     search = Search([*wanted.values()])
     watch_jax(problem, evidence.reference, search.see, is_forward=True)
     search.finish()
+
+    # JAX may hold the weights in float32 even if it computes in float64. Their rounding must not
+    # count as a departure beside errors that are much larger.
     bound = max(evidence.min_bound, ROUNDING_ULPS * ulp(jnp.dtype(evidence.reference.dtype)))
+    largest = max(each.error for each in search.wanted)
+    bound = max(bound, min(ROUNDING_ULPS * ulp(jnp.dtype("float32")), ROUNDING_SHARE * largest))
     agree = {place: each.error <= bound for place, each in wanted.items()}
     if not any(agree.values()):
         return
@@ -94,9 +103,9 @@ def _gates_that_depart(
             yield f"gates{layer.where} in step {step + 1}: {agreement}{departure}"
             return
         if wrong:
-            yield f"gates{layer.where} in step {step}: all agree, and the state after them departs"
+            yield f"gates{layer.where} in step {step}: {COMPUTED}"
             return
-    yield "gates: all agree, so the code after them departs"
+    yield f"gates: {COMPUTED}"
 
 
 def _in_order(weights: Arrays, names: str, order: str) -> Arrays:
