@@ -210,11 +210,13 @@ class RecurrentStack(SequenceLayer[State]):
             return None
         those = "this option" if len(options) == 1 else "these options"
         tables_hint = (
-            ", or give a table with `cell_table` of each cell" if len(self.cells) > 1 else ""
+            ", or is loaded by a table with `cell_table` of each cell"
+            if len(self.cells) > 1
+            else ""
         )
         return (
             f"a cell of torch.nn (it has weight_ih), but this {type(self).__name__} has "
-            f"{', '.join(options)}: build the layer without {those}{tables_hint}"
+            f"{', '.join(options)}: a cell fits a layer without {those}{tables_hint}"
         )
 
     def _torch_nn_table(self) -> Table:

@@ -161,8 +161,8 @@ class RGLRU(SharedLayer, SequenceLayer[RGLRUState]):
             option = f'parameterization="{self.parameterization}"'
             option = f"epsilon={self.epsilon}" if self.epsilon else option
             raise ValueError(
-                f"expected {self.decay_name}, because the RGLRU was built with {option}, "
-                f"got {name}: build it without this option, and it takes either"
+                f'expected "{self.decay_name}", because the RGLRU was built with {option}, '
+                f'got "{name}": build it without this option, and it takes either'
             )
         param = getattr(self, self.decay_name).copy()
         metadata = {k: v for k, v in param.get_metadata().items() if k != "bounds"}

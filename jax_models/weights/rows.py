@@ -46,7 +46,8 @@ class Weight(_Row):
     use, and that may be missing.
 
     Raises:
-        TypeError: `separate`, `exact` or `any_division` is not a bool.
+        TypeError: `params`, `keys` or `tied` is not a tuple of names, or `separate`, `exact` or
+            `any_division` is not a bool.
 
     """
 
@@ -65,6 +66,9 @@ class Weight(_Row):
         otherwise: "Weight | None" = None,
     ) -> "Weight":
         """Makes a row from its fields."""
+        for field, names in (("params", params), ("keys", keys), ("tied", tied)):
+            if not isinstance(names, tuple):
+                raise TypeError(f"{field}: expected a tuple of names, got {names!r:.100}")
         flags = {"separate": separate, "exact": exact, "any_division": any_division}
         for name, flag in flags.items():
             if not isinstance(flag, bool):

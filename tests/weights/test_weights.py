@@ -149,6 +149,13 @@ def test_a_function_in_the_place_of_a_flag_is_refused(name):
         Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a,), *flags.values())
 
 
+@pytest.mark.parametrize("field", ["params", "keys", "tied"])
+def test_a_string_in_the_place_of_names_is_refused(field):
+    names = {"params": ("bias",), "keys": ("bias",), field: "bias"}
+    with pytest.raises(TypeError, match=f"{field}: expected a tuple of names, got 'bias'"):
+        Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
 @pytest.mark.parametrize("given", ["", "model.", "head"])
 @pytest.mark.parametrize("entry", [None, "state_dict"])

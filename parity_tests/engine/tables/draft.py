@@ -124,7 +124,11 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     is_tree = not isinstance(model, nnx.Module)
     used_helpers = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     names = ", ".join(sorted(used_helpers | ({"loader"} if is_tree else set())))
-    load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
+    load = (
+        "\nweights = loader(model, table)  # `model` is the tree that you gave to `draft_table`"
+        if is_tree
+        else ""
+    )
     imports = f"from jax_models.weights import {names}\n\n" if names else ""
     return f"{imports}table = [\n{code}]{load}"
 
