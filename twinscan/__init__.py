@@ -1,7 +1,8 @@
 """The command `twinscan`, and what Python programs use of the trainer.
 
 `from twinscan import Run` works in any folder, whereas `import train` may find a `train.py` of your
-own. The name is imported when it is first used, because the trainer needs the extra `train`.
+own. From then on, `import train` finds twinscan's in this process: give your own module another
+name. `Run` is imported when it is first used, because the trainer needs the extra `train`.
 """
 
 from importlib import import_module
