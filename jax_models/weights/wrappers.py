@@ -15,10 +15,10 @@ class Wrapper(NamedTuple):
     """Patterns of whole words of a key. All of them must occur for one tensor, whose name they
     capture if it is a part of the word."""
     remedy: str = ""
-    """What to do; "" if `function` gives the weight back."""
+    """What to do. It is empty if there is a `function`."""
     function: str = ""
-    """The function in torch.nn.utils that gives a weight back, called with the module and the name
-    of the weight; "" if there is none."""
+    """The function of torch.nn.utils that restores a weight, called with its module and its name.
+    It is empty if there is a `remedy`."""
     is_prefix: bool = False
     """Whether the weights are unchanged, and only their keys are longer."""
 
@@ -94,7 +94,7 @@ class Place(NamedTuple):
     path: str
     """The start of the module's keys, such as "encoder.lstm."; "" for the whole model."""
     name: str
-    """The name of the tensor, or "" if the wrapper's keys do not contain it."""
+    """The name of the tensor. It is empty if the wrapper's keys do not contain it."""
 
 
 def find_wrapped(keys: Iterable[Any]) -> list[Wrapped]:
@@ -114,7 +114,9 @@ def find_wrapped(keys: Iterable[Any]) -> list[Wrapped]:
 
 
 def wrapper_entered(keys: Iterable[Any], prefix: str) -> str | None:
-    """Describes the wrapper of which a prefix takes only a part of the keys; None if there is none.
+    """Describes the wrapper that a prefix would tear apart, or returns None.
+
+    Under such a prefix are only some of the wrapper's keys, or only the ends of their names.
 
     >>> wrapper_entered(["fc.base_layer.weight", "fc.lora_A.weight"], "fc.base_layer.")[:39]
     'an adapter of peft (fc.base_layer.weigh'
@@ -164,7 +166,8 @@ def _described(wrapper: Wrapper, places: Collection[Place], keys: Iterable[str])
         ]
         rest = f" and so on, for each of these {len(calls)} weights," if len(calls) > 3 else ""
         remedy = f"call {' and '.join(calls[:3])}{rest} before module.state_dict()"
-    return f"{wrapper.name} ({', '.join([*listed[:3], *['…'][: len(listed) > 3]])}): {remedy}"
+    some = ", ".join([*listed[:3], *(["…"] if len(listed) > 3 else [])])
+    return f"{wrapper.name} ({some}): {remedy}"
 
 
 def _submodule(path: str) -> str:

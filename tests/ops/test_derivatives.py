@@ -198,3 +198,24 @@ def test_hessians_are_the_same_in_both_modes(x64, operator, options):
     forward_over_reverse = jax.jit(jax.hessian(loss))(first)
     reverse_over_reverse = jax.jit(jax.jacrev(jax.grad(loss)))(first)
     assert_same(forward_over_reverse, reverse_over_reverse, "the Hessian")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sequential", "associative", "definition"])
+def test_factors_of_0_have_their_second_derivatives(method, x64):
+    """They are those of a loop that does not treat 0 in a special way."""
+    a, b, h0 = map(jnp.asarray, (draw(2, 5, 3), draw(2, 5, 3, seed=1), draw(2, 3)))
+    a = a.at[0, 0].set(0).at[1, ::2].set(0)
+
+    def loss(a, b, h0):
+        return jnp.sum(jnp.sin(ops.linear_recurrence(a, b, h0, method=method)[0]))
+
+    def plain_loss(a, b, h):
+        total = 0.0
+        for t in range(a.shape[1]):
+            h = a[:, t] * h + b[:, t]
+            total += jnp.sum(jnp.sin(h))
+        return total
+
+    found, expected = (jax.hessian(f, argnums=(0, 1, 2))(a, b, h0) for f in (loss, plain_loss))
+    jax.tree.map(partial(assert_same, what="the operator and the loop"), found, expected)

@@ -24,7 +24,7 @@ ROUNDING_ULPS = 100.0
 ROUNDING_SHARE = 1e-3
 """The part of the largest error of a gate that weights rounded to float32 may explain."""
 COMPUTED = "JAX computes all of them as torch does, and departs in what follows"
-"""What is known if all gates are found: JAX may still change a gate before it uses it."""
+"""What the line says if no gate departs. JAX may still change a gate before it uses it."""
 
 
 @dataclasses.dataclass(frozen=True)
