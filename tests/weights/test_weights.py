@@ -13,7 +13,18 @@ from published import RWKV, build
 
 import torch_ref
 from jax_models import GRU, LSTM, RNN, from_torch, to_torch
-from jax_models.weights import Weight, nested, same, transposed
+from jax_models.weights import (
+    Weight,
+    added,
+    gates,
+    nested,
+    parts,
+    same,
+    stacked,
+    summed,
+    tied,
+    transposed,
+)
 from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -149,11 +160,41 @@ def test_a_function_in_the_place_of_a_flag_is_refused(name):
         Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a,), *flags.values())
 
 
-@pytest.mark.parametrize("field", ["params", "keys", "tied"])
-def test_a_string_in_the_place_of_names_is_refused(field):
-    names = {"params": ("bias",), "keys": ("bias",), field: "bias"}
-    with pytest.raises(TypeError, match=f"{field}: expected a tuple of names, got 'bias'"):
-        Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+def bias_row(**fields) -> Weight:
+    """A row for a bias, with some fields replaced."""
+    names = {"params": ("bias",), "keys": ("bias",), **fields}
+    return Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+
+
+ROWS_OF_NAMES = {
+    "Weight's params": ("params", lambda names: bias_row(params=names)),
+    "Weight's keys": ("keys", lambda names: bias_row(keys=names)),
+    "Weight's tied": ("tied", lambda names: bias_row(tied=names)),
+    "gates": ("keys", lambda names: gates("kernel", names)),
+    "parts": ("params", lambda names: parts(names, "weight")),
+    "summed": ("params", lambda names: summed(names, "bias")),
+    "added": ("keys", lambda names: added("bias", names)),
+    "stacked": ("params", lambda names: stacked(names, "weight")),
+    "tied": ("keys", lambda names: tied("embedding", names)),
+    "tied's optional": ("optional", lambda names: tied("embedding", ("a",), names)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS_OF_NAMES)
+def test_names_of_a_row_are_different_strings_in_a_tuple_or_a_list(row):
+    field, build = ROWS_OF_NAMES[row]
+    of_list, of_tuple = build(["b", "c"]), build(("b", "c"))
+    for name in ("params", "keys", "tied"):
+        assert getattr(of_list, name) == getattr(of_tuple, name)
+    for names, error, message in (
+        ("bc", TypeError, "expected a tuple of names, got 'bc'"),
+        ({"b": 1}, TypeError, "expected a tuple of names, got {'b': 1}"),
+        (["b", 3], TypeError, "expected names, got 3"),
+        ((("b", "c"),), TypeError, r"expected names, got \('b', 'c'\)"),
+        (("b", "c", "b"), ValueError, "expected different names, got 'b' 2 times"),
+    ):
+        with pytest.raises(error, match=f"^{field}: {message}$"):
+            build(names)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
