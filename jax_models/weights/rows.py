@@ -255,6 +255,11 @@ def join(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
 
+def last_word(path: str) -> str:
+    """The last word of a path, such as `bias` of `blocks.0.bias`."""
+    return path.rpartition(".")[2]
+
+
 def namespace(a) -> Any:
     """Returns the array's namespace, NumPy or jax.numpy."""
     return a.__array_namespace__()
