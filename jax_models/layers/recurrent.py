@@ -183,18 +183,16 @@ class RecurrentStack(SequenceLayer[State]):
         layouts = {}
         if biases in (set(), {"bias_ih", "bias_hh"}) and self.cells[0].peephole is None:
             layouts["torch.nn"] = self._torch_nn_table()
-        if not self.options_beyond_a_cell():
+        if len(self.cells) == 1 and not self.options_beyond_a_cell():
             layouts["torch.nn.cell"] = self.cell_table(0)
         if self.causal and self.num_layers == 1 and 2 * len(biases) in (0, len(names)):
             layouts["scratch"] = self.scratch_table(0)
         return layouts
 
     def options_beyond_a_cell(self) -> list[str]:
-        """The options with which the layer is not a single cell of torch.nn."""
+        """The options with which none of the layer's cells is a cell of torch.nn."""
         cell = self.cells[0]
         options = {
-            f"num_layers={self.num_layers}": self.num_layers > 1,
-            "bidirectional=True": not self.causal,
             f"proj_features={self.proj_features}": self.proj_features is not None,
             "recurrent_bias=False": cell.bias_ih is not None and cell.bias_hh is None,
             "use_peepholes=True": cell.peephole is not None,
@@ -205,13 +203,19 @@ class RecurrentStack(SequenceLayer[State]):
         """Describes the keys of a cell of torch.nn, if the layer is not a single such cell."""
         names = {str(key).rpartition(".")[2] for key in keys}
         kernels, biases = {"weight_ih", "weight_hh"}, {"bias_ih", "bias_hh"}
-        options = self.options_beyond_a_cell()
+        of_several = {
+            f"num_layers={self.num_layers}": self.num_layers > 1,
+            "bidirectional=True": not self.causal,
+        }
+        options = [option for option, is_set in of_several.items() if is_set]
+        options += self.options_beyond_a_cell()
         if not options or not kernels <= names <= kernels | biases:
             return None
         those = "this option" if len(options) == 1 else "these options"
         tables_hint = (
-            ", or is loaded by a table with `cell_table` of each cell"
-            if len(self.cells) > 1
+            ", or give a table of its cells, [*nested(layer.cell_table(0), PATH, KEY), …], which "
+            "parity_tests.draft_table drafts"
+            if self.cell_tables()
             else ""
         )
         return (
@@ -243,6 +247,15 @@ class RecurrentStack(SequenceLayer[State]):
             row, key = (transposed, "weight") if kind == "kernel" else (same, "bias")
             table.append(row(f"cells.{index}.{name}", f"{key}_{which}"))
         return table
+
+    def cell_tables(self) -> list[Table]:
+        """The tables of the cells of a layer with several, or none if torch.nn has no such cells.
+
+        `draft_table` of `parity_tests` uses them for a module that loops over cells of torch.nn.
+        """
+        if len(self.cells) == 1 or self.options_beyond_a_cell():
+            return []
+        return [self.cell_table(index) for index in range(len(self.cells))]
 
     def scratch_table(self, index: int) -> Table:
         """The table of one cell with a Linear per gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""

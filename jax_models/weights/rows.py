@@ -5,6 +5,7 @@ transform needs torch.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +47,9 @@ class Weight(_Row):
     use, and that may be missing.
 
     Raises:
-        TypeError: `params`, `keys` or `tied` is not a tuple of names, or `separate`, `exact` or
-            `any_division` is not a bool.
+        TypeError: `params`, `keys` or `tied` is neither a tuple nor a list of names, or `separate`,
+            `exact` or `any_division` is not a bool.
+        ValueError: `params`, `keys` or `tied` has a name twice.
 
     """
 
@@ -55,25 +57,23 @@ class Weight(_Row):
 
     def __new__(
         cls,
-        params: tuple[str, ...],
-        keys: tuple[str, ...],
+        params: Sequence[str],
+        keys: Sequence[str],
         to_jax: Callable[..., tuple[Any, ...]],
         to_torch: Callable[..., tuple[Any, ...]],
         separate: bool = True,
         exact: bool = True,
         any_division: bool = False,
-        tied: tuple[str, ...] = (),
+        tied: Sequence[str] = (),
         otherwise: "Weight | None" = None,
     ) -> "Weight":
         """Makes a row from its fields."""
-        for field, names in (("params", params), ("keys", keys), ("tied", tied)):
-            if not isinstance(names, tuple):
-                raise TypeError(f"{field}: expected a tuple of names, got {names!r:.100}")
+        params, keys = checked_names("params", params), checked_names("keys", keys)
         flags = {"separate": separate, "exact": exact, "any_division": any_division}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
-        others = {"tied": tied, "otherwise": otherwise}
+        others = {"tied": checked_names("tied", tied), "otherwise": otherwise}
         return super().__new__(cls, params, keys, to_jax, to_torch, **flags, **others)
 
     def within(self, param: str, key: str) -> "Weight":
@@ -99,6 +99,19 @@ class Weight(_Row):
         return self._replace(keys=there, to_torch=lambda *a: self.to_torch(*a)[:1] * len(there))
 
 
+def checked_names(argument: str, names: Any) -> tuple[str, ...]:
+    """Returns a tuple or a list of different names as a tuple, or raises an error."""
+    if not isinstance(names, tuple | list):
+        raise TypeError(f"{argument}: expected a tuple of names, got {names!r:.100}")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: expected names, got {name!r:.100}")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{argument}: expected different names, got {name!r} {count} times")
+    return tuple(names)
+
+
 def same(param: str, key: str) -> Weight:
     """The parameter and the key have the same array."""
     return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
@@ -114,11 +127,11 @@ def flipped(param: str, key: str) -> Weight:
     return Weight((param,), (key,), lambda a: (last_first(a),), lambda a: (first_last(a),))
 
 
-def gates(param: str, keys: list[str]) -> Weight:
+def gates(param: str, keys: Sequence[str]) -> Weight:
     """The parameter joins the gates' (out, in) matrices, or (out,) biases, on its last axis."""
     return Weight(
         (param,),
-        tuple(keys),
+        keys,
         lambda *gates: (namespace(gates[0]).concat([gate.T for gate in gates], axis=-1),),
         lambda a: tuple(gate.T for gate in namespace(a).split(a, len(keys), axis=-1)),
     )
@@ -137,7 +150,7 @@ def parts(
         return a.T if transpose else a
 
     return Weight(
-        tuple(params),
+        params,
         (key,),
         lambda a: tuple(turned(part) for part in namespace(a).split(a, ends)),
         lambda *values: (namespace(values[0]).concat([turned(value) for value in values]),),
@@ -206,6 +219,7 @@ def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> W
     Export writes the `keys`. Import needs only one of the `keys` and `optional` keys, and refuses
     arrays that differ.
     """
+    keys, optional = checked_names("keys", keys), checked_names("optional", optional)
 
     def one(a, *others):
         if not isinstance(a, Tracer):
@@ -239,6 +253,11 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
 def join(place: str, name: str) -> str:
     """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
+
+
+def last_word(path: str) -> str:
+    """The last word of a path, such as `bias` of `blocks.0.bias`."""
+    return path.rpartition(".")[2]
 
 
 def namespace(a) -> Any:

@@ -1,6 +1,8 @@
 """Weights that do not fit, and the error messages for them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import chex
 import jax
@@ -12,8 +14,20 @@ from flax import nnx
 from published import RWKV, build
 
 import torch_ref
-from jax_models import GRU, LSTM, RNN, from_torch, to_torch
-from jax_models.weights import Weight, nested, same, transposed
+from jax_models import GRU, LSTM, RNN, Constant, from_torch, to_torch
+from jax_models.weights import (
+    Weight,
+    added,
+    gates,
+    linear,
+    nested,
+    parts,
+    same,
+    stacked,
+    summed,
+    tied,
+    transposed,
+)
 from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -149,11 +163,110 @@ def test_a_function_in_the_place_of_a_flag_is_refused(name):
         Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a,), *flags.values())
 
 
-@pytest.mark.parametrize("field", ["params", "keys", "tied"])
-def test_a_string_in_the_place_of_names_is_refused(field):
-    names = {"params": ("bias",), "keys": ("bias",), field: "bias"}
-    with pytest.raises(TypeError, match=f"{field}: expected a tuple of names, got 'bias'"):
-        Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+def bias_row(**fields) -> Weight:
+    """A row for a bias, with some fields replaced."""
+    names = {"params": ("bias",), "keys": ("bias",), **fields}
+    return Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+
+
+ROWS_OF_NAMES = {
+    "Weight's params": ("params", lambda names: bias_row(params=names)),
+    "Weight's keys": ("keys", lambda names: bias_row(keys=names)),
+    "Weight's tied": ("tied", lambda names: bias_row(tied=names)),
+    "gates": ("keys", lambda names: gates("kernel", names)),
+    "parts": ("params", lambda names: parts(names, "weight")),
+    "summed": ("params", lambda names: summed(names, "bias")),
+    "added": ("keys", lambda names: added("bias", names)),
+    "stacked": ("params", lambda names: stacked(names, "weight")),
+    "tied": ("keys", lambda names: tied("embedding", names)),
+    "tied's optional": ("optional", lambda names: tied("embedding", ("a",), names)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS_OF_NAMES)
+def test_names_of_a_row_are_different_strings_in_a_tuple_or_a_list(row):
+    field, build = ROWS_OF_NAMES[row]
+    of_list, of_tuple = build(["b", "c"]), build(("b", "c"))
+    for name in ("params", "keys", "tied"):
+        assert getattr(of_list, name) == getattr(of_tuple, name)
+    for names, error, message in (
+        ("bc", TypeError, "expected a tuple of names, got 'bc'"),
+        ({"b": 1}, TypeError, "expected a tuple of names, got {'b': 1}"),
+        (["b", 3], TypeError, "expected names, got 3"),
+        ((("b", "c"),), TypeError, r"expected names, got \('b', 'c'\)"),
+        (("b", "c", "b"), ValueError, "expected different names, got 'b' 2 times"),
+    ):
+        with pytest.raises(error, match=f"^{field}: {message}$"):
+            build(names)
+
+
+class Scaled(nnx.Module):
+    """A linear layer whose outputs are multiplied by a buffer."""
+
+    def __init__(self, kind: Callable[[jax.Array], Any]):
+        self.fc, self.scale = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), kind(jnp.zeros(4))
+
+    def __call__(self, x):
+        return self.fc(x) * self.scale[...]
+
+
+class TorchScaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 4)
+        self.register_buffer("scale", torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+class Buffer(nnx.Variable):
+    """A variable of a class of a user's own."""
+
+
+def both(blocks: list, container: Callable[..., Any]) -> Any:
+    """A module that holds these blocks."""
+    module = container()
+    module.blocks = (torch.nn.ModuleList if container is torch.nn.Module else nnx.List)(blocks)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(nnx.Variable, "Variable"), (Buffer, "Buffer"), (jnp.asarray, "array"), (np.asarray, "array")],
+    ids=["Variable", "subclass", "jax array", "numpy array"],
+)
+def test_a_buffer_that_no_table_can_name_is_to_be_a_constant(kind, name):
+    twin, x = TorchScaled(), np.random.default_rng(0).standard_normal(3)
+    table = [*linear("fc", "fc"), same("scale", "scale")]
+    what_to_do = (
+        f"scale: the {name} of this name is not transferred; make it a jax_models.Constant, or an "
+        "nnx.Param if it is trained"
+    )
+    for rows in (table, table[:-1]):
+        message = f"table: Scaled has no parameter {what_to_do}" if rows is table else what_to_do
+        with pytest.raises(ValueError, match=message):
+            from_torch(Scaled(kind), twin.state_dict(), rows)
+        with pytest.raises(ValueError, match=message):
+            compare(twin, Scaled(kind), x, weights=rows)
+    assert compare(twin, Scaled(Constant), x, weights=table).passed
+
+
+def test_a_buffer_of_another_shape_or_name_is_no_counterpart():
+    twin, model = TorchScaled(), Scaled(nnx.Variable)
+    state_dict = twin.state_dict()
+    for key, value in (("scale", torch.ones(5)), ("shift", torch.ones(4))):
+        weights = {k: v for k, v in state_dict.items() if k != "scale"} | {key: value}
+        with pytest.raises(ValueError, match=f"unexpected key {key}$"):
+            from_torch(model, weights, linear("fc", "fc"))
+
+
+def test_buffers_of_several_blocks_share_a_line():
+    twin = both([TorchScaled() for _ in range(3)], torch.nn.Module)
+    model = both([Scaled(nnx.Variable) for _ in range(3)], nnx.Module)
+    table = [row for i in range(3) for row in linear(f"blocks.{i}.fc", f"blocks.{i}.fc")]
+    with pytest.raises(ValueError, match=r"\n  unexpected key blocks.{0-2}.scale: the Variable of"):
+        from_torch(model, twin.state_dict(), table)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
