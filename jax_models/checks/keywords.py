@@ -161,7 +161,7 @@ EXAMPLES = {"rngs": " (such as nnx.Rngs(0))"}
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes a function's error for an unknown argument suggest the one that was meant.
+    """Makes a function's error name missing arguments, and for an unknown one suggest another.
 
     The arguments are compared with the signature only after a TypeError, so that valid calls, such
     as a step of a small layer, are not slowed down.
@@ -174,6 +174,7 @@ def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Param
             return function(*args, **kwargs)
         except TypeError:
             refuse_unknown(function.__name__, signature, args, kwargs)
+            refuse_missing(function.__name__, signature, args, kwargs)
             raise
 
     return call

@@ -162,6 +162,28 @@ def test_an_argument_of_another_package_is_answered_with_ours(message, call):
         call(rngs=nnx.Rngs(0))
 
 
+WRAPPERS = {
+    "Stack": lambda: jax_models.Stack([build("Hawk"), build("Hawk")]),
+    "Bidirectional": lambda: jax_models.Bidirectional(build("Hawk"), build("Hawk")),
+    "Reversed": lambda: jax_models.Reversed(build("Hawk")),
+}
+"""Layers that are made of other layers."""
+
+
+@pytest.mark.parametrize("name", [*SIZES, *WRAPPERS, "RNNLanguageModelConfig"])
+def test_a_call_without_arguments_names_the_class_of_the_layer_and_what_is_missing(name):
+    def call_without_arguments():
+        layer = WRAPPERS[name]() if name in WRAPPERS else build(name)
+        layer = layer.build(rngs=nnx.Rngs(0)) if name in CONFIGS else layer
+        for method in {"__call__", "step", "init_state", "logits"} & {*dir(layer)}:
+            shown = type(layer).__name__ + f".{method}" * (method != "__call__")
+            names = ", ".join(required_arguments(getattr(layer, method)))
+            with pytest.raises(TypeError, match=rf"^{shown}: missing {names}$"):
+                getattr(layer, method)()
+
+    jax.eval_shape(call_without_arguments)
+
+
 REFUSED = [
     *(
         ("length: expected", lambda name=name, n=n: build(name)(n))
