@@ -4,7 +4,7 @@ import inspect
 import pydoc
 import re
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Unpack, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,39 @@ def test_a_call_without_arguments_names_the_class_of_the_layer_and_what_is_missi
                 getattr(layer, method)()
 
     jax.eval_shape(call_without_arguments)
+
+
+def typed_options(function) -> list[type]:
+    """The TypedDicts that a function or a class takes as keyword arguments."""
+    function = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
+    annotations = [
+        parameter.annotation
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+    ]
+    return [get_args(each)[0] for each in annotations if get_origin(each) is Unpack]
+
+
+DOCUMENTED = {name: inspect.getdoc(value) or "" for name, value in CALLED.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, text in DOCUMENTED.items() if "Args:" in text])
+def test_the_arguments_of_a_signature_are_under_args(name):
+    """Options are in the TypedDict that the docstring names."""
+    _, under_args = DOCUMENTED[name].split("Args:", 1)
+    entries = re.findall(r"^ +(\*{0,2}[\w, *]+?):", under_args, re.MULTILINE)
+    described = {entry.strip(" *") for found in entries for entry in found.split(",")}
+    options = {option for kind in typed_options(CALLED[name]) for option in get_type_hints(kind)}
+    assert {*signature(CALLED[name]).parameters} <= described | options
+
+
+@pytest.mark.parametrize("name", [name for name, value in CALLED.items() if typed_options(value)])
+def test_a_list_of_options_is_whole(name):
+    """The options in the sentence that names their TypedDict are all that it has, if any."""
+    for sentence in re.split(r"\.\s", DOCUMENTED[name]):
+        for kind in typed_options(CALLED[name]):
+            options = {*get_type_hints(kind)}
+            if f"`{kind.__name__}`" in sentence:
+                assert {*re.findall(r"`(\w+)`", sentence)} & options in (set(), options)
 
 
 REFUSED = [
