@@ -122,3 +122,68 @@ def test_biases_of_float32_do_not_count_as_a_departure(rows, array):
     )
     remark = "gates in step 1: r and z agree, n departs"
     assert remark in report.location.remarks, f"\n{report}"
+
+
+class Inherits(nn.LSTM):
+    """Computes what torch's LSTM does."""
+
+
+class LSTM(nn.LSTM):
+    """Scales the outputs of torch's LSTM."""
+
+    def forward(self, x):
+        y, state = super().forward(x)
+        return 1.5 * y, state
+
+
+class GRUCell(nn.Module):
+    """A minimal gated unit with a third gate, under the name and with the weights of torch's."""
+
+    def __init__(self, features, hidden):
+        super().__init__()
+        self.weight_ih = nn.Parameter(torch.randn(3 * hidden, features))
+        self.weight_hh = nn.Parameter(torch.randn(3 * hidden, hidden))
+
+    def forward(self, x):
+        f, n, o = (x @ self.weight_ih.T).chunk(3, -1)
+        return torch.sigmoid(o) * (1 - torch.sigmoid(f)) * torch.tanh(n)
+
+
+def scan_lstm(w, x):
+    start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
+    step = lambda carry, x: lstm_step("a bias of gate 1", w, carry, x)  # noqa: E731
+    return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def run_cell(w, x):
+    """Has an r and a z as torch's own cell does, and another n."""
+    r, z, n = jnp.split(x @ w["weight_ih"].T, 3, -1)
+    return (1 - jax.nn.sigmoid(z)) * jnp.tanh(n + jax.nn.sigmoid(r))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("twin", "port", "x", "remark"),
+    [
+        (
+            lambda: Inherits(2, SIZE, batch_first=True),
+            scan_lstm,
+            X,
+            "gates in step 1: i, g and o agree, f departs",
+        ),
+        (lambda: LSTM(2, SIZE, batch_first=True), scan_lstm, X, None),
+        (lambda: GRUCell(2, SIZE), run_cell, X[:, 0], None),
+    ],
+    ids=["a subclass", "a subclass with its own forward", "another class"],
+)
+def test_only_what_runs_the_forward_of_torch_is_judged_by_its_equations(twin, port, x, remark):
+    torch.manual_seed(0)
+
+    def first(twin, x):
+        y = twin(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    report = compare(twin(), port, x, weights=dict, call_twin=first, dtypes="float64", locate=True)
+    assert not report.passed
+    remarks = [each for each in report.location.remarks if each.startswith("gates")]
+    assert remarks == ([remark] if remark else []), f"\n{report}"
