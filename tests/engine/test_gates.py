@@ -53,6 +53,12 @@ def gru_step(fault, w, carry, x):
     return (h, c), h
 
 
+def run(step, fault, w, x):
+    start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
+    _, y = jax.lax.scan(lambda carry, x: step(fault, w, carry, x), start, x.swapaxes(0, 1))
+    return y.swapaxes(0, 1)
+
+
 FOLLOWS = "JAX computes all of them as torch does, and departs in what follows"
 FAULTS = {
     (nn.LSTM, "a bias of gate 1"): "gates in step 1: i, g and o agree, f departs",
@@ -70,16 +76,9 @@ FAULTS = {
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_the_gates_that_depart_are_named(kind, fault):
     torch.manual_seed(0)
-
-    def port(w, x):
-        step = lstm_step if kind is nn.LSTM else gru_step
-        start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
-        _, y = jax.lax.scan(lambda c, x: step(fault, w, c, x), start, x.swapaxes(0, 1))
-        return y.swapaxes(0, 1)
-
     report = compare(
         kind(2, SIZE, batch_first=True),
-        port,
+        lambda w, x: run(lstm_step if kind is nn.LSTM else gru_step, fault, w, x),
         X,
         weights=dict,
         call_twin=lambda twin, x: twin(x)[0],
@@ -87,6 +86,28 @@ def test_the_gates_that_depart_are_named(kind, fault):
         locate=True,
     )
     assert FAULTS[kind, fault] in report.location.remarks, f"\n{report}"
+
+
+@pytest.mark.slow
+def test_all_gates_of_a_direction_may_depart():
+    """The port runs both directions from the first step to the last."""
+    torch.manual_seed(0)
+
+    def port(w, x):
+        reverse = {key: w[f"{key}_reverse"] for key in w if not key.endswith("_reverse")}
+        return jnp.concatenate([run(lstm_step, "", each, x) for each in (w, reverse)], axis=-1)
+
+    report = compare(
+        nn.LSTM(2, SIZE, batch_first=True, bidirectional=True),
+        port,
+        X,
+        weights=dict,
+        call_twin=lambda twin, x: twin(x)[0],
+        dtypes="float64",
+        locate=True,
+    )
+    remark = "gates of layer 0, reverse in step 1: i, f, g and o depart"
+    assert remark in report.location.remarks, f"\n{report}"
 
 
 @pytest.mark.slow

@@ -101,9 +101,11 @@ def _gates_that_depart(
         right = [name for name in names if agree[layer.where, step, name]]
         wrong = [name for name in names if name not in right]
         if wrong and (right or step == 0):
-            agreement = f"{_and(right)} {'agrees' if len(right) == 1 else 'agree'}, " * bool(right)
-            departure = f"{_and(wrong)} {'departs' if len(wrong) == 1 else 'depart'}"
-            yield f"gates{layer.where} in step {step + 1}: {agreement}{departure}"
+            clauses = [(right, "agree"), (wrong, "depart")]
+            parts = [
+                f"{_and(gates)} {verb}{'s' * (len(gates) == 1)}" for gates, verb in clauses if gates
+            ]
+            yield f"gates{layer.where} in step {step + 1}: {', '.join(parts)}"
             return
         if wrong:
             yield f"gates{layer.where} in step {step}: {COMPUTED}"
