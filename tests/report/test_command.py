@@ -117,6 +117,29 @@ def test_a_slow_pair_is_named_while_it_is_compared(file, monkeypatch, capsys):
     assert re.search(r"^comparing 2 of 2: lazy \(\d+ s so far\)$", capsys.readouterr().err, re.M)
 
 
+INTEGERS = """
+class Signs(torch.nn.Module):
+    def forward(self, x):
+        return (x > 0).long()
+
+
+{name} = Pair(Signs(), lambda weights, x: (x {comparison} 0).astype(int), x, weights=dict)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "comparison", "verdict"), [("same", ">", "pass"), ("other", "<", "FAIL")]
+)
+def test_integers_have_a_row_that_agrees_with_the_exit_code(
+    name, comparison, verdict, file, capsys
+):
+    file.write_text(HEAD + INTEGERS.format(name=name, comparison=comparison))
+    assert main([str(file)]) == (verdict == "FAIL")
+    printed = capsys.readouterr().out
+    assert re.search(rf"^│ {name} .* {verdict} +│$", printed, re.M)
+    assert (f"FAIL {name}, cpu: outputs" in printed) == (verdict == "FAIL")
+
+
 def test_options_take_the_places_of_the_pairs_own(file, tmp_path):
     args = [str(file), "--dtypes", "bfloat16", "--case", "AZ", "--json", str(tmp_path / "x.json")]
     assert main(args) == 0
