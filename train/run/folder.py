@@ -396,6 +396,8 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
             raise TypeError("expected a JSON object")
         digest = fields.pop("digest", None)
         parsed = parse(fields)
+        if digest is None:
+            raise ValueError("it has no digest, or an early version of twinscan wrote it")
         if digest != _digest(fields):
             raise ValueError("its digest does not match its content")
         return parsed
