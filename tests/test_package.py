@@ -322,6 +322,21 @@ def test_a_layer_and_its_twin_are_in_files_of_one_name():
     assert ours == twins
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "advice"),
+    [
+        ("jax_models", "rwkv_from_torch", "use from_weights"),
+        ("jax_models.ops", "cudnn_lstm", "use lstm_stack"),
+        ("jax_models.models.language_model", "StackConfig", "import it from jax_models.models.con"),
+    ],
+)
+def test_a_removed_name_is_answered_with_what_to_use(module, name, advice):
+    assert name in (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    with pytest.raises(ImportError, match=f"^{re.escape(module)}.{name}: {advice}"):
+        getattr(importlib.import_module(module), name)
+    assert not hasattr(importlib.import_module(module), "anything_else")
+
+
 def test_every_state_can_be_exported():
     """The states of all modules are public, so that they are registered for `jax.export`."""
     states = {

@@ -1,6 +1,9 @@
 """The layers' operators as pure functions of arrays, without Flax, torch or hidden state."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from jax_models.checks.arguments import checked as _checked
+from jax_models.checks.removed import refusing as _refusing
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import AttentionMethod, attention
 from jax_models.ops.attention.definition import LocalAttentionState
@@ -118,3 +121,13 @@ __all__ = [
 ]
 
 document_ends, linear_map = _checked()(_document_ends), _checked()(_linear_map)
+
+_REMOVED = {
+    "cudnn_lstm": 'use lstm_stack with method="cudnn"',
+    "cudnn_refusal": 'use forms_of(layer, x, platform="cuda"), which says what runs and why',
+    "cudnn_pays": 'use forms_of(layer, x, platform="cuda"), which says what runs and why',
+}
+"""What to do instead of calling the functions that were removed."""
+
+if not _TYPE_CHECKING:
+    __getattr__ = _refusing(__name__, _REMOVED)
