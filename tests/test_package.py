@@ -325,7 +325,9 @@ def test_a_layer_and_its_twin_are_in_files_of_one_name():
 @pytest.mark.parametrize(
     ("module", "name", "advice"),
     [
-        ("jax_models", "rwkv_from_torch", "use from_weights"),
+        ("jax_models", "rwkv_from_torch", "use from_weights, after undo_rescale"),
+        ("jax_models", "griffin_from_weights", "use from_weights"),
+        ("jax_models", "hyena_dna_from_weights", "use from_weights"),
         ("jax_models.ops", "cudnn_lstm", "use lstm_stack"),
         ("jax_models.models.language_model", "StackConfig", "import it from jax_models.models.con"),
     ],

@@ -1,7 +1,5 @@
 """Weights in memory are loaded as those in files are."""
 
-import importlib
-import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from published import (
     weights_of,
 )
 
-import jax_models
 from jax_models import from_weights, to_torch
 
 
@@ -79,12 +76,3 @@ def test_what_is_no_model_is_refused():
             from_weights(wrong)
     with pytest.raises(TypeError, match=r"^weights: expected a mapping"):
         from_weights([1])
-
-
-@pytest.mark.parametrize("name", jax_models._REMOVED)
-def test_a_removed_function_names_the_new_one(name):
-    message = f"{name} was removed: use from_weights"
-    with pytest.raises(ImportError, match=f"^{re.escape(message)}"):
-        exec(f"from jax_models import {name}", {})
-    with pytest.raises(AttributeError, match="has no attribute 'from_weight'"):
-        _ = importlib.import_module("jax_models").from_weight
