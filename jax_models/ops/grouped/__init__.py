@@ -11,35 +11,45 @@ from jax_models.ops.grouped.definition import Groups, OuterProducts, Products
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
-OUTER = Operator(
-    "grouped_outer",
-    (
-        Form("ragged", ragged.run_outer, ("cuda", "tpu"), ragged.refusal),
-        Form("blocks", blocks.run_outer, refusal=blocks.refusal),
-        Form("definition", definition.run_outer),
-    ),
-)
-"""The gradient of the matrices: the sum of outer products of each group's rows."""
 
-
-def derivative(operator: Operator, method: str, call: Products, d_call: Products):
+def dot_derivative(operator: Operator, method: str, call: Products, d_call: Products):
     """Returns the products and their tangents, which consist of grouped products."""
-    residuals, tangents = call, (d_call.x, d_call.kernels)
-    static = operator, method
-    return operator(call, method), linear_map(_tangent, _gradient, residuals, tangents, *static)
+    tangents = d_call.x, d_call.kernels
+    return operator(call, method), linear_map(_dot_tangent, _dot_gradient, call, tangents, method)
 
 
-def _tangent(operator: Operator, method: str, call: Products, tangents):
+def _dot_tangent(method: str, call: Products, tangents):
     """`dy_i = dx_i W_g(i) + x_i dW_g(i)`."""
     d_x, d_kernels = tangents
-    of_x = operator(call._replace(x=d_x), method)
-    return of_x + operator(call._replace(kernels=d_kernels), method)
+    of_x = GROUPED_DOT(call._replace(x=d_x), method)
+    return of_x + GROUPED_DOT(call._replace(kernels=d_kernels), method)
 
 
-def _gradient(operator: Operator, method: str, call: Products, dy):
-    """The transpose of `_tangent`."""
-    d_x = operator(Products(dy, call.kernels.mT, call.groups), method)
-    return d_x, OUTER(OuterProducts(call.x, dy, call.groups), method)
+def _dot_gradient(method: str, call: Products, dy):
+    """The transpose of `_dot_tangent`."""
+    d_x = GROUPED_DOT(Products(dy, call.kernels.mT, call.groups), method)
+    return d_x, GROUPED_OUTER(OuterProducts(call.x, dy, call.groups), method)
+
+
+def outer_derivative(operator: Operator, method: str, call: OuterProducts, d_call: OuterProducts):
+    """Returns the sums and their tangents, which consist of such sums."""
+    tangents = d_call.x, d_call.y
+    return operator(call, method), linear_map(
+        _outer_tangent, _outer_gradient, call, tangents, method
+    )
+
+
+def _outer_tangent(method: str, call: OuterProducts, tangents):
+    """`dW_g = Σ_i dx_i y_iᵀ + x_i dy_iᵀ`."""
+    d_x, d_y = tangents
+    of_x = GROUPED_OUTER(call._replace(x=d_x), method)
+    return of_x + GROUPED_OUTER(call._replace(y=d_y), method)
+
+
+def _outer_gradient(method: str, call: OuterProducts, d_kernels):
+    """The transpose of `_outer_tangent`."""
+    d_x = GROUPED_DOT(Products(call.y, d_kernels.mT, call.groups), method)
+    return d_x, GROUPED_DOT(Products(call.x, d_kernels, call.groups), method)
 
 
 GROUPED_DOT = Operator(
@@ -49,8 +59,18 @@ GROUPED_DOT = Operator(
         Form("blocks", blocks.run, refusal=blocks.refusal),
         Form("definition", definition.run),
     ),
-    derivative=derivative,
+    derivative=dot_derivative,
 )
+GROUPED_OUTER = Operator(
+    "grouped_outer",
+    (
+        Form("ragged", ragged.run_outer, ("cuda", "tpu"), ragged.refusal),
+        Form("blocks", blocks.run_outer, refusal=blocks.refusal),
+        Form("definition", definition.run_outer),
+    ),
+    derivative=outer_derivative,
+)
+"""The gradient of the matrices: the sum of outer products of each group's rows."""
 
 GroupedDotMethod = Annotated[str, GROUPED_DOT.checked_method]
 """What runs the products."""
@@ -58,8 +78,8 @@ GroupedDotMethod = Annotated[str, GROUPED_DOT.checked_method]
 
 @checked()
 def grouped_dot(
-    x: Float[Array, "rows in"],
-    kernels: Float[Array, "groups in out"],
+    x: Float[Array, "rows features"],
+    kernels: Float[Array, "groups features out"],
     sizes: Int[Array, " groups"],
     *,
     method: GroupedDotMethod = "auto",

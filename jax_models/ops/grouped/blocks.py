@@ -44,9 +44,7 @@ def block_size(rows: int, groups: int) -> int:
     return min(max(SMALLEST, min(fitting, LARGEST)), rows)
 
 
-def over_blocks(
-    rows: int, groups: Groups, step: Callable[[Block, Any], Any], initial: Any
-) -> Any:
+def over_blocks(rows: int, groups: Groups, step: Callable[[Block, Any], Any], initial: Any) -> Any:
     """Runs `step(block, carry)` for each block.
 
     The loop has as many iterations as there are blocks, which depends on the sizes of the groups.
@@ -86,7 +84,7 @@ def run(call: Products) -> Float[Array, "rows out"]:
 
 
 @jax.jit
-def run_outer(call: OuterProducts) -> Float[Array, "groups in out"]:
+def run_outer(call: OuterProducts) -> Float[Array, "groups features out"]:
     """Computes `Σ_i x_i y_iᵀ` over the rows of each group."""
     x, y, groups = call
     rows, count = x.shape[0], len(groups.ends)

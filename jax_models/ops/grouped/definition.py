@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,37 +19,37 @@ class Groups(NamedTuple):
         ends = jnp.cumsum(sizes)
         return Groups(ends - sizes, ends)
 
-    def members(self, row: Int[Array, "*rows"]) -> Array:
-        """Returns whether each row (…, 1) is in each group (…, groups)."""
-        return (row[..., None] >= self.starts) & (row[..., None] < self.ends)
+    def of_rows(self, count: int) -> Int[Array, " rows"]:
+        """Returns the group of each row, or the number of groups for rows after the last group."""
+        row = jnp.arange(count, dtype=self.ends.dtype)
+        return jnp.searchsorted(self.ends, row, side="right")
 
 
 class Products(NamedTuple):
     """A call of `ops.grouped_dot`."""
 
-    x: Float[Array, "rows in"]
-    kernels: Float[Array, "groups in out"]
+    x: Float[Array, "rows features"]
+    kernels: Float[Array, "groups features out"]
     groups: Groups
 
 
 class OuterProducts(NamedTuple):
     """A call for the sums of outer products of x and y, one sum for each group."""
 
-    x: Float[Array, "rows in"]
+    x: Float[Array, "rows features"]
     y: Float[Array, "rows out"]
     groups: Groups
 
 
 def run(call: Products) -> Float[Array, "rows out"]:
     """Computes `y_i = x_i W_g(i)`."""
-    row = jnp.arange(call.x.shape[0], dtype=call.groups.ends.dtype)
-    group = jnp.searchsorted(call.groups.ends, row, side="right")
-    y = jnp.einsum("ri,rio->ro", call.x, call.kernels.at[group].get(mode="fill", fill_value=0))
-    return y
+    group = call.groups.of_rows(call.x.shape[0])
+    kernels = call.kernels.at[group].get(mode="fill", fill_value=0)
+    return jnp.einsum("ri,rio->ro", call.x, kernels)
 
 
-def run_outer(call: OuterProducts) -> Float[Array, "groups in out"]:
+def run_outer(call: OuterProducts) -> Float[Array, "groups features out"]:
     """Computes `Σ_i x_i y_iᵀ` over the rows of each group."""
-    row = jnp.arange(call.x.shape[0], dtype=call.groups.ends.dtype)
-    is_member = call.groups.members(row).astype(call.x.dtype)
+    group = call.groups.of_rows(call.x.shape[0])
+    is_member = jax.nn.one_hot(group, len(call.groups.ends), dtype=call.x.dtype)
     return jnp.einsum("rg,ri,ro->gio", is_member, call.x, call.y)

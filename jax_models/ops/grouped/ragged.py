@@ -1,6 +1,7 @@
 """Grouped products by `jax.lax.ragged_dot`, which accelerators have kernels for."""
 
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
@@ -21,13 +22,15 @@ def refusal(call: Products | OuterProducts) -> str | None:
     return None
 
 
+@sequential_vmap  # because `ragged_dot` cannot be mapped over the sizes of the groups alone
 def run(call: Products) -> Float[Array, "rows out"]:
     """Computes `y_i = x_i W_g(i)`."""
     groups = call.groups
     return lax.ragged_dot(call.x, call.kernels, groups.ends - groups.starts)
 
 
-def run_outer(call: OuterProducts) -> Float[Array, "groups in out"]:
+@sequential_vmap
+def run_outer(call: OuterProducts) -> Float[Array, "groups features out"]:
     """Computes `Σ_i x_i y_iᵀ` over the rows of each group."""
     groups = call.groups
     return lax.ragged_dot_general(call.x, call.y, groups.ends - groups.starts, OUTER)
