@@ -71,7 +71,7 @@ def local_attention(q, k, v, keys, values):
 
 
 def grouped_dot(x, kernels, **options):
-    return ops.grouped_dot(x, kernels, jnp.array([20, 0, 3]), **options)
+    return ops.grouped_dot(x, kernels, jnp.array([40, 0, 3]), **options)
 
 
 def online_conv(v, inputs, taps):
@@ -121,7 +121,7 @@ SHAPES = {
     modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
     wkv: (SEQUENCE, SEQUENCE, VECTOR, VECTOR, ROW, ROW, ROW),
     ops.long_conv: ((BATCH, FEATURES, TIME), (FEATURES, TIME)),
-    grouped_dot: ((25, 3), (3, 3, 4)),
+    grouped_dot: ((50, 3), (3, 3, 4)),
     online_conv: ((BATCH, FEATURES, 1), (BATCH, FEATURES, 15), (FEATURES, MAX_LENGTH)),
 }
 IN_BOTH_MODES = [

@@ -253,7 +253,7 @@ def draw_long_conv(kind: str, draw: Draw):
 
 
 GROUPS = {"rows after the last group": (100, 0, 41, 7), "no other rows": (3, 80, 0, 0)}
-"""The sizes of the groups of rows. The smallest block has 16 rows."""
+"""The sizes of the groups of rows. The smallest block has 32 rows."""
 
 
 def draw_grouped_dot(kind: str, draw: Draw):

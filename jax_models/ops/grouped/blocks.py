@@ -14,11 +14,11 @@ from jax_models.ops.affine import carry_dtype
 from jax_models.ops.grouped.definition import Groups, OuterProducts, Products
 from jax_models.ops.shard_map_axes import match_varying_axes
 
-SMALLEST, LARGEST = 16, 256
+SMALLEST, LARGEST = 32, 128
 """The range of the number of rows of a block.
 
-A block should have about as many rows as a group: a larger one computes rows that are thrown away,
-and for a smaller one, the matrix of the group is read more often.
+A block should have about half as many rows as a group: the last block of each group computes rows
+that are thrown away, and the smaller the blocks, the more often the matrix of the group is read.
 """
 
 
@@ -39,9 +39,9 @@ def refusal(call: Products | OuterProducts) -> str | None:
 
 def block_size(rows: int, groups: int) -> int:
     """Returns the number of rows of a block."""
-    of_a_group = max(rows // max(groups, 1), 1)
-    fitting = 2 ** (of_a_group.bit_length() - 1)
-    return min(max(SMALLEST, min(fitting, LARGEST)), rows)
+    half_a_group = max(rows // max(2 * groups, 1), 1)
+    power_of_2 = 2 ** (half_a_group.bit_length() - 1)
+    return min(max(SMALLEST, min(power_of_2, LARGEST)), rows)
 
 
 def over_blocks(rows: int, groups: Groups, step: Callable[[Block, Any], Any], initial: Any) -> Any:
