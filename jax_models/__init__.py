@@ -16,6 +16,7 @@ from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
 from jax_models.layers.bidirectional import *
 from jax_models.layers.conv import *
+from jax_models.layers.experts import *
 from jax_models.layers.gated_delta_net import *
 from jax_models.layers.griffin import *
 from jax_models.layers.gru import *

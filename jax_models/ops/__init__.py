@@ -38,6 +38,7 @@ from jax_models.ops.gated.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.gated.products import Pair, Product, Step
 from jax_models.ops.gelu import gelu
+from jax_models.ops.grouped import GroupedDotMethod, grouped_dot
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.library_function import LibraryFunction
 from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
@@ -60,6 +61,7 @@ __all__ = [
     "FormTable",
     "GRUState",
     "GatedDeltaRuleMethod",
+    "GroupedDotMethod",
     "HyperLSTMState",
     "LSTMMethod",
     "LSTMNorms",
@@ -95,6 +97,7 @@ __all__ = [
     "forms_of",
     "gated_delta_rule",
     "gelu",
+    "grouped_dot",
     "gru",
     "hyper_lstm",
     "l2_normalize",

@@ -236,7 +236,7 @@ REFUSED = [
     *(
         ("^x: expected", lambda name=name, x=x: build(name)(x))
         for name in SIZES
-        if name.endswith("Norm") or name == "GatedMLP"
+        if name.endswith(("Norm", "MLP")) or name == "Experts"
         for x in (jnp.ones((4, 65)), jnp.ones((4, 1)), jnp.ones((4, 64), jnp.int32))
     ),
     *(
@@ -264,6 +264,11 @@ REFUSED = [
             ("RWKVBlock", {"layer_index": 3, "num_layers": 3}),
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
+            ("Experts", {"num_groups": 5}),
+            ("Experts", {"num_groups": 64}),
+            ("Experts", {"groups_per_token": 2}),
+            ("Experts", {"experts_per_token": 9, "num_groups": 16, "groups_per_token": 2}),
+            ("Experts", {"shared_gate": True}),
             ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
             ("RGLRU", {"epsilon": 1e-6, "parameterization": "direct"}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),

@@ -21,6 +21,8 @@ from jax_models.entry_points import DuplicateNameError
 from jax_models.ops import forms
 from jax_models.ops.attention import tiles
 from jax_models.ops.forms import Form, Operator
+from jax_models.ops.grouped import GROUPED_OUTER
+from jax_models.ops.grouped.definition import Groups, OuterProducts
 from jax_models.ops.removed_forms import REMOVED_FORMS
 from jax_models.ops.rows import Rows
 from parity_tests.engine.bounds.tolerance import assert_same
@@ -253,6 +255,30 @@ def draw_long_conv(kind: str, draw: Draw):
     return run, [draw.array(shape) for shape in ("B T I", "I T", "I")], {}
 
 
+GROUPS = {"rows after the last group": (100, 0, 41, 7), "no other rows": (3, 80, 0, 0)}
+"""The sizes of the groups of rows. The smallest block has 32 rows."""
+
+
+def draw_grouped_dot(kind: str, draw: Draw):
+    sizes = np.array(GROUPS[kind])
+    rows = sizes.sum() + (9 if kind == "rows after the last group" else 0)
+
+    def run(method, x, kernels):
+        return ops.grouped_dot(x, kernels, sizes, method=method), ()
+
+    return run, (draw.array(f"{rows} I"), draw.array("4 I H")), {}
+
+
+def draw_grouped_outer(kind: str, draw: Draw):
+    _, (x, _), masks = draw_grouped_dot(kind, draw)
+    groups = Groups.of(jnp.array(GROUPS[kind]))
+
+    def run(method, x, y):
+        return GROUPED_OUTER(OuterProducts(x, y, groups), method), ()
+
+    return run, (x, draw.array(f"{len(x)} H")), masks
+
+
 CALLS = {
     "recurrence": (draw_recurrence, CELLS),
     "recurrent_stack": (draw_recurrent_stack, STACKED),
@@ -263,6 +289,8 @@ CALLS = {
     "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
     "attention": (draw_attention, ("whole", "local")),
     "long_conv": (draw_long_conv, ("real",)),
+    "grouped_dot": (draw_grouped_dot, GROUPS),
+    "grouped_outer": (draw_grouped_outer, GROUPS),
 }
 """For each operator, a function that draws a call, and the kinds of calls to draw.
 
