@@ -47,10 +47,9 @@ def weight_table(
         raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
     if isinstance(layout, str):
         if layout not in layouts:
-            raise ValueError(
-                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
-                f"not {layout!r}"
-            )
+            missing_layout = getattr(layer, "missing_layout", lambda layout: None)
+            without = f"{type(layer).__name__} with these options has {sorted(layouts)}"
+            raise ValueError(f"layout: {missing_layout(layout) or f'{without}, not {layout!r}'}")
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
         what = f"layout {name!r}" if name else "table"

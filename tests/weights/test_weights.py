@@ -89,6 +89,15 @@ REFUSED = [
         "no torch module combines the options",
         lambda: to_torch(lstm(proj_features=3, proj_bias=True, num_layers=2)),
     ),
+    (
+        r"^layout: 'torch.nn.cell' is a single cell .* has bidirectional=True: .*cell_table\(0\)",
+        lambda: to_torch(lstm(bidirectional=True), "torch.nn.cell"),
+    ),
+    ("^index: expected less than the 1 cells, got 1$", lambda: lstm().cell_table(1)),
+    ("^index: expected at least 0, got -1$", lambda: lstm().cell_table(-1)),
+    ("^index: expected an integer, got '0'$", lambda: lstm().cell_table("0")),
+    ("^index: expected an integer, got None$", lambda: lstm().cell_table(None)),
+    ("^cell_table: .* has use_peepholes=True", lambda: lstm(use_peepholes=True).cell_table(0)),
 ]
 
 
