@@ -19,10 +19,14 @@ from jax_models import (
     GRU,
     LSTM,
     RNN,
+    Bidirectional,
     Constant,
     GatedMLP,
+    Hawk,
+    from_keras,
     from_torch,
     project,
+    state_batch_axes,
     to_torch,
 )
 from jax_models.weights import (
@@ -158,6 +162,13 @@ REFUSED = [
     ("^linear: paam: no such argument; did you mean param?", lambda: linear(paam="a", key="b")),
     ("^function: expected a function, got an int$", lambda: layouts_of(GatedMLP)(3)),
     ("^params: expected a tree of parameters, got an int$", lambda: project(3)),
+    ("^layer: expected an nnx.Module, got the class LSTM$", lambda: from_torch(LSTM, {})),
+    ("^layer: .*, got the class Hawk$", lambda: state_batch_axes(Hawk)),
+    ("^layer: .* Keras, got a LSTM of torch$", lambda: from_keras(torch.nn.LSTM(3, 4))),
+    (
+        "^layer: .* Keras, got a Bidirectional of jax_models$",
+        lambda: from_keras(Bidirectional(lstm(), lstm())),
+    ),
 ]
 
 
