@@ -79,7 +79,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "jax_models/checks": "jax_models.checks",
     "jax_models/ops": "jax_models.checks jax_models.entry_points jax_models.ops",
-    "jax_models/weights": "jax_models.checks.keywords jax_models.weights",
+    "jax_models/weights": "jax_models.checks jax_models.weights",
     "jax_models/options.py": "jax_models.checks",
     "jax_models/auto_axes.py": "",
     "jax_models/call_arguments.py": "jax_models.checks jax_models.ops",

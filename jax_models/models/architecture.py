@@ -18,9 +18,10 @@ from jax_models.checks.arguments import Scope
 from jax_models.checks.values import SCALARS, described
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
+from jax_models.weights.arguments import checked_names
 from jax_models.weights.keys import checked_mapping, joined
 from jax_models.weights.places import locate_keys
-from jax_models.weights.rows import Weight, checked_names
+from jax_models.weights.rows import Weight
 from jax_models.weights.stored import as_numpy
 
 ENTRY_POINTS = "twinscan.models"

@@ -13,7 +13,7 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines
 from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight, join, last_word
-from jax_models.weights.tables import Layouts, Table, nested
+from jax_models.weights.tables import Layouts, Table, checked_table, nested
 from jax_models.weights.wrappers import find_wrapped
 
 WEIGHTS = (nnx.Param, nnx.BatchStat, Constant)
@@ -38,19 +38,16 @@ def weight_table(
             state_dict fits no layout.
 
     """
-    if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
-        layouts = {"": layout}
-    elif layout is None or isinstance(layout, str):
+    if layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
         _refuse_foreign_format(layer, _keys_inside(place, state_dict or {}))
     else:
-        raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
+        layouts = {"": checked_table("layout", layout, "a name or a list of `Weight` rows")}
     if isinstance(layout, str):
         if layout not in layouts:
-            raise ValueError(
-                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
-                f"not {layout!r}"
-            )
+            missing_layout = getattr(layer, "missing_layout", lambda layout: None)
+            without = f"{type(layer).__name__} with these options has {sorted(layouts)}"
+            raise ValueError(f"layout: {missing_layout(layout) or f'{without}, not {layout!r}'}")
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
         what = f"layout {name!r}" if name else "table"

@@ -5,12 +5,17 @@ transform needs torch.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
+
+from jax_models.checks.arguments import checked
+from jax_models.weights.arguments import ROW_ARGUMENTS, checked_names
+
+checked_row = checked(ROW_ARGUMENTS)
+"""The decorator of the functions that make a row. It checks their arguments."""
 
 
 class _Row(NamedTuple):
@@ -99,34 +104,25 @@ class Weight(_Row):
         return self._replace(keys=there, to_torch=lambda *a: self.to_torch(*a)[:1] * len(there))
 
 
-def checked_names(argument: str, names: Any) -> tuple[str, ...]:
-    """Returns a tuple or a list of different names as a tuple, or raises an error."""
-    if not isinstance(names, tuple | list):
-        raise TypeError(f"{argument}: expected a tuple of names, got {names!r:.100}")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument}: expected names, got {name!r:.100}")
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"{argument}: expected different names, got {name!r} {count} times")
-    return tuple(names)
-
-
+@checked_row
 def same(param: str, key: str) -> Weight:
     """The parameter and the key have the same array."""
     return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
 
 
+@checked_row
 def transposed(param: str, key: str) -> Weight:
     """The (in, out) parameter is the key's (out, in) matrix."""
     return Weight((param,), (key,), lambda a: (a.T,), lambda a: (a.T,))
 
 
+@checked_row
 def flipped(param: str, key: str) -> Weight:
     """The (…, in, out) parameter is the key's (out, in, …) array, as in `nnx.Conv`."""
     return Weight((param,), (key,), lambda a: (last_first(a),), lambda a: (first_last(a),))
 
 
+@checked_row
 def gates(param: str, keys: Sequence[str]) -> Weight:
     """The parameter joins the gates' (out, in) matrices, or (out,) biases, on its last axis."""
     return Weight(
@@ -137,6 +133,7 @@ def gates(param: str, keys: Sequence[str]) -> Weight:
     )
 
 
+@checked_row
 def parts(
     params: Sequence[str], key: str, sizes: Sequence[int] = (), *, transpose: bool = True
 ) -> Weight:
@@ -144,19 +141,29 @@ def parts(
 
     Each of them has `sizes` rows, or the same number if no sizes are given.
     """
+    if sizes and len(sizes) != len(params):
+        raise ValueError(f"sizes: expected {len(params)}, one for each parameter, got {len(sizes)}")
     ends = [*itertools.accumulate(sizes)][:-1] if sizes else len(params)
 
     def turned(a):
         return a.T if transpose else a
 
+    def joined(*values):
+        rows = [turned(value) for value in values]
+        given = tuple(len(part) for part in rows)
+        if sizes and given != sizes:
+            raise ValueError(f"sizes: got {sizes}, but the parameters have {given} rows")
+        return (namespace(rows[0]).concat(rows),)
+
     return Weight(
         params,
         (key,),
         lambda a: tuple(turned(part) for part in namespace(a).split(a, ends)),
-        lambda *values: (namespace(values[0]).concat([turned(value) for value in values]),),
+        joined,
     )
 
 
+@checked_row
 def summed(params: tuple[str, str], key: str) -> Weight:
     """The key's array is the sum of two parameters. Import puts all of it into the first.
 
@@ -172,6 +179,7 @@ def summed(params: tuple[str, str], key: str) -> Weight:
     )
 
 
+@checked_row
 def added(param: str, keys: tuple[str, str]) -> Weight:
     """The parameter is the sum of two keys' arrays, such as torch's `bias_ih` and `bias_hh`.
 
@@ -187,6 +195,7 @@ def added(param: str, keys: tuple[str, str]) -> Weight:
     )
 
 
+@checked_row
 def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     """The parameter is the key's array without some axes of size 1."""
     return Weight(
@@ -197,6 +206,7 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     )
 
 
+@checked_row
 def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> Weight:
     """The parameters are the rows of the key's array, without some axes of size 1."""
     return Weight(
@@ -207,19 +217,20 @@ def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> We
     )
 
 
+@checked_row
 def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     """The parameter is the key's array with further axes of size 1."""
     row = squeezed(param, key, axes)
     return row._replace(to_jax=row.to_torch, to_torch=row.to_jax)
 
 
+@checked_row
 def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> Weight:
     """All keys have the array of the parameter.
 
     Export writes the `keys`. Import needs only one of the `keys` and `optional` keys, and refuses
     arrays that differ.
     """
-    keys, optional = checked_names("keys", keys), checked_names("optional", optional)
 
     def one(a, *others):
         if not isinstance(a, Tracer):
@@ -233,6 +244,7 @@ def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> W
     )
 
 
+@checked_row
 def unused(key: str, value: np.ndarray) -> Weight:
     """A key that corresponds to no parameter, such as a counter.
 

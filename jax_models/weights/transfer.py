@@ -85,6 +85,7 @@ def from_torch(
         UserWarning: weights are NaN or infinite.
 
     """
+    params = params_of(layer)
     place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
         if wrapper := wrapper_entered(whole, f"{place}."):
@@ -93,7 +94,7 @@ def from_torch(
     # Find the table, and the sharding of each parameter. If the layer's options leave open which
     # parameter it trains, the keys decide.
     name, table = weight_table(layer, layout, whole, place)
-    params = params_of(layer) | (others := other_params(layer, table))
+    params |= (others := other_params(layer, table))
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     # Check all shapes and dtypes before any values are read, because reading can take long.

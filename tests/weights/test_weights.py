@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chex
@@ -14,19 +15,41 @@ from flax import nnx
 from published import RWKV, build
 
 import torch_ref
-from jax_models import GRU, LSTM, RNN, Constant, from_torch, to_torch
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Bidirectional,
+    Constant,
+    GatedMLP,
+    Hawk,
+    from_keras,
+    from_torch,
+    project,
+    state_batch_axes,
+    to_torch,
+)
 from jax_models.weights import (
     Weight,
     added,
+    batch_norm,
+    conv_transpose,
     gates,
+    layouts_of,
     linear,
+    linear_general,
+    linear_of_image,
+    loader,
+    multi_head_attention,
     nested,
     parts,
     same,
+    squeezed,
     stacked,
     summed,
     tied,
     transposed,
+    unused,
 )
 from parity_tests import compare
 
@@ -72,6 +95,9 @@ def test_a_foreign_module_needs_a_table():
             to_torch(layer, [*table, row])
 
 
+ROW = same("a", "b")
+FIVE_ROWS = parts(["kernel"], "weight", [5])
+attention = partial(multi_head_attention, "attn", "attn", features=8)
 REFUSED = [
     ("none of its keys fits LSTM", lambda: from_torch(lstm(), {"kernel": np.zeros(3)})),
     ("state_dict: it has no keys", lambda: from_torch(lstm(), {})),
@@ -88,6 +114,60 @@ REFUSED = [
     (
         "no torch module combines the options",
         lambda: to_torch(lstm(proj_features=3, proj_bias=True, num_layers=2)),
+    ),
+    (
+        r"^layout: 'torch.nn.cell' is a single cell .* has bidirectional=True: .*cell_table\(0\)",
+        lambda: to_torch(lstm(bidirectional=True), "torch.nn.cell"),
+    ),
+    ("^index: expected less than the 1 cells, got 1$", lambda: lstm().cell_table(1)),
+    ("^index: expected at least 0, got -1$", lambda: lstm().cell_table(-1)),
+    ("^index: expected an integer, got '0'$", lambda: lstm().cell_table("0")),
+    ("^index: expected an integer, got None$", lambda: lstm().cell_table(None)),
+    ("^cell_table: .* has use_peepholes=True", lambda: lstm(use_peepholes=True).cell_table(0)),
+    (
+        r"^table: expected a list of `Weight` rows, got a dict: choose .* \['torch.nn'\]$",
+        lambda: nested(lstm().torch_layouts(), "rnn", "rnn"),
+    ),
+    ("^table: .*, got a single row: put it into a list$", lambda: nested(same("a", "b"), "", "")),
+    ("^table: .*, got a single row", lambda: loader({"a": np.ones(3)}, same("a", "b"))),
+    ("^layout: expected a name or .*, got a single row", lambda: to_torch(lstm(), same("a", "b"))),
+    ("^table: .*, got a LSTM: its torch_layouts", lambda: nested(lstm(), "rnn", "rnn")),
+    (r"^table: .* in it: unpack it, \[\*rows", lambda: nested([linear("a", "b")], "", "")),
+    ("^state_dict: expected a mapping", lambda: loader({"a": np.ones(3)}, [ROW])([3])),
+    ("^param: .* names around each dot.*got 'layers.0.'$", lambda: linear("layers.0.", "0")),
+    ("^key: expected a path such as 'layers.0', got 0$", lambda: nested([ROW], "layers", 0)),
+    ("^key: expected a path .*, got \\['weight'\\]$", lambda: same("kernel", ["weight"])),
+    ("^param: expected a path .*, got a LSTM$", lambda: linear(lstm(), torch.nn.Linear(3, 4))),
+    ("^num_heads: expected a positive integer, got 0$", lambda: attention(num_heads=0)),
+    ("^num_heads: expected a divisor of features=8, got 3$", lambda: attention(num_heads=3)),
+    (
+        "^in_shape: expected a tuple of positive integers, got 3$",
+        lambda: linear_general("a", "b", in_shape=3, out_shape=(4,)),
+    ),
+    ("^shape: expected at least one axis", lambda: linear_of_image("a", "b", shape=())),
+    ("^axes: expected a tuple of integers, got 0$", lambda: squeezed("a", "b", 0)),
+    ("^params: expected 2 names, got 1$", lambda: summed(("bias",), "bias")),
+    ("^keys: expected 2 names, got 3$", lambda: added("bias", ("a", "b", "c"))),
+    ("^keys: expected at least one name", lambda: gates("kernel", [])),
+    ("^sizes: expected 2, one for each", lambda: parts(["a", "b"], "weight", [5])),
+    ("^sizes: expected a positive integer, got 0$", lambda: parts(["a"], "weight", [0])),
+    (
+        r"^weight: sizes: got \(5,\), but the parameters have \(4,\) rows$",
+        lambda: to_torch(nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0)), [FIVE_ROWS]),
+    ),
+    ("^bias: expected True or False, got 'no'$", lambda: linear("a", "b", bias="no")),
+    ("^affine: expected True or False", lambda: batch_norm("a", "b", affine="no")),
+    ("^groups: expected a positive", lambda: conv_transpose("a", "b", groups="2")),
+    ("^value: expected an array of numbers", lambda: unused("a", [[1], [2, 3]])),
+    ("^linear: paam: no such argument; did you mean param?", lambda: linear(paam="a", key="b")),
+    ("^function: expected a function, got an int$", lambda: layouts_of(GatedMLP)(3)),
+    ("^params: expected a tree of parameters, got an int$", lambda: project(3)),
+    ("^layer: expected an nnx.Module, got the class LSTM$", lambda: from_torch(LSTM, {})),
+    ("^layer: .*, got the class Hawk$", lambda: state_batch_axes(Hawk)),
+    ("^layer: .* Keras, got a LSTM of torch$", lambda: from_keras(torch.nn.LSTM(3, 4))),
+    (
+        "^layer: .* Keras, got a Bidirectional of jax_models$",
+        lambda: from_keras(Bidirectional(lstm(), lstm())),
     ),
 ]
 
