@@ -71,6 +71,16 @@ def check_rows(
     `others` has the arrays that no table can name, by path.
     """
     named = Counter(path for row in table for path in row.params)
+    # If only Linen's name of the collection differs, say so instead of listing all paths twice.
+    for change, shorter, longer in (
+        ("leave out `params.` in", params, named),
+        ("write `params.` before", named, params),
+    ):
+        if shorter and {f"params.{path}" for path in shorter} == {*longer}:
+            raise ValueError(
+                f"{what}: {change} the paths of its rows: {kind} has, for example, {min(params)}, "
+                f"not {min(named)}"
+            )
     keys = Counter(key for row in table for key in row.keys)
     faults = [
         *(("no row for the parameter ", path, "") for path in params if path not in named),

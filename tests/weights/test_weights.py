@@ -96,6 +96,7 @@ def test_a_foreign_module_needs_a_table():
 
 
 ROW = same("a", "b")
+LINEAR = {"kernel": np.ones((3, 4)), "bias": np.ones(4)}
 FIVE_ROWS = parts(["kernel"], "weight", [5])
 attention = partial(multi_head_attention, "attn", "attn", features=8)
 REFUSED = [
@@ -162,6 +163,14 @@ REFUSED = [
     ("^linear: paam: no such argument; did you mean param?", lambda: linear(paam="a", key="b")),
     ("^function: expected a function, got an int$", lambda: layouts_of(GatedMLP)(3)),
     ("^params: expected a tree of parameters, got an int$", lambda: project(3)),
+    (
+        "^table: leave out `params.` in .*: Linear has, .* bias, not params.bias$",
+        lambda: to_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), linear("params", "")),
+    ),
+    (
+        "^table: write `params.` before .*: the tree has, .* params.fc.bias, not fc.bias$",
+        lambda: loader({"params": {"fc": LINEAR}}, linear("fc", "fc")),
+    ),
     ("^layer: expected an nnx.Module, got the class LSTM$", lambda: from_torch(LSTM, {})),
     ("^layer: .*, got the class Hawk$", lambda: state_batch_axes(Hawk)),
     ("^layer: .* Keras, got a LSTM of torch$", lambda: from_keras(torch.nn.LSTM(3, 4))),
