@@ -9,7 +9,7 @@ import torch_ref
 from jax_models import CausalConv1D, CausalConv1DState, Experts, SequenceLayer
 from jax_models.weights import nested
 from parity_tests.registry.case import Case
-from parity_tests.registry.mutation import Mutation, edited, exchanged, replaced, with_value
+from parity_tests.registry.mutation import ROWS, Mutation, edited, exchanged, replaced, with_value
 
 FEATURES, TAPS = 5, 3
 
@@ -101,6 +101,11 @@ def without_gate(_):
     return lambda experts, x: experts.shared(x)
 
 
+def balanced(choose):
+    """Chooses experts that the other tokens choose less, as if all had the same load."""
+    return lambda experts, scores: choose(experts, scores - scores.mean(axis=0, keepdims=True))
+
+
 forward = partial(Mutation, kind="forward")
 EXPERTS = "jax_models.layers.experts.Experts"
 MUTATIONS = [
@@ -114,6 +119,12 @@ MUTATIONS = [
     forward("factor forgotten", LFM2, plant=with_value("experts", "scale", 1.0)),
     forward("groups ignored", NEMOTRON, plant=with_value("experts", "num_groups", 1)),
     forward("relu for relu²", NEMOTRON, plant=with_value("experts", "activation", "relu")),
+    forward(
+        "experts balanced over the batch",
+        NEMOTRON,
+        plant=replaced(f"{EXPERTS}.choose", balanced),
+        check=ROWS,
+    ),
     Mutation("bias forgotten", NEMOTRON, "weights", edited(without_bias)),
     Mutation(
         "gate and up exchanged",
