@@ -123,7 +123,7 @@ def params_of(layer) -> dict[str, nnx.Variable]:
 
 
 def other_arrays(layer: nnx.Module) -> dict[str, Any]:
-    """What a module holds besides weights, by path, such as a buffer in an `nnx.Variable`.
+    """The arrays of a module that are not weights, by path, such as a buffer in an `nnx.Variable`.
 
     Random keys are left out.
     """
