@@ -1,4 +1,4 @@
-"""The dense hybrids of IBM's Granite 4: Mamba-2 and attention, with multipliers."""
+"""The hybrids of IBM's Granite 4: Mamba-2 and attention, with multipliers and experts."""
 
 __all__ = ["GraniteLanguageModel", "GraniteLanguageModelConfig"]
 
@@ -8,40 +8,77 @@ from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
+from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import UNDETERMINED, Size
+from jax_models.models.architecture import UNDETERMINED, Size, has
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     MAMBA2_SIZES,
     BlockKeys,
+    BlockMLP,
+    ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
     Mamba2HybridConfig,
     model_layouts,
 )
-from jax_models.options import LayerOptions, NormOptions
+from jax_models.options import Index, LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
 
 PROJECTIONS = ("input_linear", "input_linear", "output_linear")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
-SIZES = {
-    "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
-    **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
-    **MAMBA2_SIZES,
-}
-LAYOUT, FILE = model_layouts("model", "norm", SIZES, blocks_layout="hf")
+EXPERTS = ExpertsKeys(
+    "block_sparse_moe.router.weight",
+    "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.experts.down_proj",
+    shared="shared_mlp",
+)
+"""The keys of the experts in a `state_dict`."""
+FILE_EXPERTS = ExpertsKeys(
+    "block_sparse_moe.router.layer.weight",
+    "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.output_linear.weight",
+    shared="shared_mlp",
+)
+"""The keys of the experts in a saved file."""
+
+
+def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
+    mlp = ("shared_mlp", PROJECTIONS, experts)
+    return {
+        LINEAR: BlockKeys("mamba", *NORMS, "mamba2", *mlp),
+        FULL: BlockKeys("self_attn", *NORMS, "granite", *mlp),
+    }
+
+
+def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
+    router = f"*.{experts.router}"
+    return {
+        "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
+        "num_experts": (Size(router, 0, rank=2), 0),
+        "experts_per_token": has(router, UNDETERMINED, ...),
+        "expert_features": (Size(f"*.{experts.down}", 2, rank=3), ...),
+        **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
+        **MAMBA2_SIZES,
+    }
+
+
+STATE_DICT, _ = model_layouts("model", "norm", _sizes(EXPERTS))
+_, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
 OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
 """The names that files from before transformers 5 have for the kinds of blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraniteLanguageModelConfig(Mamba2HybridConfig):
-    """The config of a Granite 4 without experts. The defaults are transformers', except for sizes.
+    """The config of Granite 4. Except for the sizes, the defaults are those of transformers.
 
-    transformers calls these models `granitemoehybrid`.
+    By default, there are no experts. transformers calls these models `granitemoehybrid`.
     """
 
     family: ClassVar = "Granite 4"
@@ -55,18 +92,18 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
     }
     model_types: ClassVar = ("granitemoehybrid",)
     marks: ClassVar = (".shared_mlp.input_linear.",)
-    block_keys: ClassVar = {
-        "hf": {
-            LINEAR: BlockKeys("mamba", *NORMS, "mamba2", "shared_mlp", PROJECTIONS),
-            FULL: BlockKeys("self_attn", *NORMS, "granite", "shared_mlp", PROJECTIONS),
-        }
-    }
-    layouts: ClassVar = {"hf": LAYOUT, "hf-file": FILE}
+    block_keys: ClassVar = {"hf": _block_keys(EXPERTS), "hf-file": _block_keys(FILE_EXPERTS)}
+    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE}
     hf_class: ClassVar = "GraniteMoeHybridForCausalLM"
     hf_fields: ClassVar = {
         {"intermediate_size": "shared_intermediate_size"}.get(name, name): ours
         for name, ours in Mamba2HybridConfig.hf_fields.items()
-    } | {name: name for name in (*MULTIPLIERS, "logits_scaling")}
+    } | {
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "intermediate_size": "expert_features",
+        **{name: name for name in (*MULTIPLIERS, "logits_scaling")},
+    }
     hf_sizes: ClassVar = (
         *("vocab_size", "hidden_size", "num_hidden_layers"),
         *("shared_intermediate_size", "num_attention_heads"),
@@ -74,10 +111,21 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
     hf_values: ClassVar = {
         **Mamba2HybridConfig.hf_values,
         "position_embedding_type": (None, "nope", "rope"),
-        "num_local_experts": (0,),
     }
-    hf_defaults: ClassVar = {**Mamba2HybridConfig.hf_defaults, "num_local_experts": 8}
+    hf_defaults: ClassVar = {
+        **Mamba2HybridConfig.hf_defaults,
+        "num_local_experts": 8,
+        "intermediate_size": 11_008,
+    }
 
+    mlp_features: int = 512
+    """Width of the gated MLPs. Beside experts, the MLP is the shared expert of all tokens."""
+    num_experts: Index = 0
+    """Number of experts in a block, without the shared one. 0: a block has only its MLP."""
+    experts_per_token: int = 2
+    """Number of experts that are chosen for each token."""
+    expert_features: int = 128
+    """Width of each of these experts."""
     rope_theta: Positive | None = None
     """θ of `ops.rotary`. None: the attention has no positions."""
     embedding_multiplier: float = 1.0
@@ -94,10 +142,15 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves out θ unless the model rotates queries and keys."""
+        """Leaves out θ unless the model rotates queries and keys, and sizes of absent experts."""
         rotates = given["position_embedding_type"] == "rope"
         theta = given.get("rope_theta", 10_000.0) if rotates else None
-        return super().converted(given, config) | {"rope_theta": theta}
+        fields = super().converted(given, config) | {"rope_theta": theta}
+        # A null means no experts, even if another number is the default.
+        if {**given, **config}["num_local_experts"]:
+            return fields
+        unused = ("num_experts", "experts_per_token", "expert_features")
+        return fields | {name: getattr(cls, name) for name in unused}
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -108,14 +161,13 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
         return [OLDER_NAMES.get(kind, kind) for kind in types]
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json, which says that the model has no experts."""
-        fields = super().to_hf() | {
-            "intermediate_size": self.mlp_features,
-            "num_local_experts": 0,
-            "position_embedding_type": "nope" if self.rope_theta is None else "rope",
-        }
+        """Returns the config.json, which also says so if the model has no experts or positions."""
+        fields = super().to_hf()
+        fields["position_embedding_type"] = "nope" if self.rope_theta is None else "rope"
         if self.rope_theta is None:
             del fields["rope_parameters"]
+        if not self.num_experts:
+            fields |= {"num_experts_per_tok": 0, "intermediate_size": self.mlp_features}
         return fields
 
     def block(self, kind: str, **options: Unpack[LayerOptions]) -> HybridBlock:
@@ -126,6 +178,18 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
     def attention(self, **options: Any) -> SequenceLayer:
         rotary = {"rotary_features": 0} if self.rope_theta is None else {}
         return super().attention(scale=self.attention_multiplier, **rotary, **options)
+
+    def mlp(self, **options: Any) -> BlockMLP:
+        if not self.num_experts:
+            return super().mlp(**options)
+        return Experts(
+            self.features,
+            self.expert_features,
+            self.num_experts,
+            self.experts_per_token,
+            shared_features=self.mlp_features,
+            **options,
+        )
 
 
 class GraniteLanguageModel(HybridLanguageModel):
@@ -140,8 +204,9 @@ class GraniteLanguageModel(HybridLanguageModel):
 
     The mixer is a `Mamba2`, or in some blocks an `Attention` whose scores are multiplied by
     attention_multiplier. By default, the attention has no positions. The MLP is a `GatedMLP` with
-    silu. The head is the token embedding, or a matrix of its own. The multipliers are applied when
-    the model runs, so that the weights are those of the checkpoint.
+    silu, or with `num_experts` a mixture of `Experts` and this MLP, which is the shared expert. The
+    head is the token embedding, or a matrix of its own. The multipliers are applied when the model
+    runs, so that the weights are those of the checkpoint.
 
     Args:
         config: the sizes. `GraniteLanguageModelConfig.from_hf` reads them from a config.json.
@@ -149,8 +214,8 @@ class GraniteLanguageModel(HybridLanguageModel):
             distribution, `dt_bias` is one, and the other parameters start as in `Mamba2`, as in
             transformers.
 
-    Layouts: `hf` (transformers' GraniteMoeHybridForCausalLM) and `hf-file` (the same without
-    `lm_head.weight` if the head is tied).
+    Layouts: `hf` (transformers' GraniteMoeHybridForCausalLM) and `hf-file` (the files that it
+    saves, in which experts have other keys, and which lack `lm_head.weight` if the head is tied).
 
     """
 

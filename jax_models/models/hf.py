@@ -9,6 +9,12 @@ from jax_models.models.configs import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 """The fields that are in `rope_parameters`, or in older files at the top level."""
+UNSUPPORTED = {
+    "quantization_config": "quantized weights",
+    "num_experts": "mixtures of experts",
+    "num_local_experts": "mixtures of experts",
+}
+"""The fields of parts that a model does not have, unless its `hf_fields` contain them."""
 
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -99,12 +105,12 @@ class HFConfig(BlocksConfig):
             if (value := given.get(name)) not in values:
                 known = " or ".join(map(str, values))
                 raise ValueError(f"config: {name}: expected {known}, got {value}")
-        for name in ("quantization_config", "num_experts", "num_local_experts"):
-            if value := stated.get(name):
+        for name, part in UNSUPPORTED.items():
+            if name not in cls.hf_fields and (value := stated.get(name)):
                 value = value.get("quant_method") if isinstance(value, Mapping) else value
                 raise ValueError(
-                    f"config: {name}: expected none, because quantized weights and mixtures of "
-                    f"experts are not supported, got {value}"
+                    f"config: {name}: expected none, because {part} are not supported in "
+                    f"{cls.family}, got {value}"
                 )
         # Sizes must be stated, because any default would be a guess.
         for name in cls.hf_sizes:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
+from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
 from jax_models.layers.mamba2 import Mamba2, checked_limits
@@ -23,13 +24,31 @@ from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, nested, rms_norm
+from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
 FULL = "full_attention"
 """The kind of the blocks with attention."""
 LINEAR = "linear_attention"
 """The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
 HEAD = "lm_head.weight"
+BlockMLP = GatedMLP | Experts
+"""The MLP of a block, or its mixture of experts."""
+
+
+class ExpertsKeys(NamedTuple):
+    """The keys of a mixture of experts in a block of a checkpoint.
+
+    `Experts.rows` describes those of the router, the bias and the experts' matrices.
+    """
+
+    router: str
+    gate: str | None
+    up: str
+    down: str
+    expert_bias: str | None = None
+    shared: str = ""
+    """The key of the shared expert, whose projections have the keys of an MLP's projections."""
+    shared_gate: str = ""
 
 
 class BlockKeys(NamedTuple):
@@ -45,6 +64,8 @@ class BlockKeys(NamedTuple):
     """The keys of the MLP's projections: those to the gate and up, and the one down. The first two
     are equal if a single matrix holds both.
     """
+    experts: ExpertsKeys | None = None
+    """The keys of the mixture of experts that some models have instead of the MLP."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +163,8 @@ class HybridConfig(PatternConfig):
         """Builds the mixer of any other block."""
         raise NotImplementedError  # a subclass builds it
 
-    def mlp(self, **options: Any) -> GatedMLP:
-        """Builds the MLP of a block."""
+    def mlp(self, **options: Any) -> BlockMLP:
+        """Builds the MLP or the mixture of experts of a block."""
         return GatedMLP(self.features, self.mlp_features, activation="silu", **options)
 
 
@@ -285,7 +306,7 @@ class Mamba2HybridConfig(HybridConfig):
 
 
 class HybridBlock(ResidualBlock[Any]):
-    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP.
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP or with experts.
 
     With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. `keys` has the keys
     of the parts in each layout.
@@ -296,7 +317,7 @@ class HybridBlock(ResidualBlock[Any]):
     def __init__(
         self,
         mixer: SequenceLayer,
-        mlp: Callable[..., GatedMLP],
+        mlp: Callable[..., BlockMLP],
         norm: Callable[..., Any],
         *,
         keys: Mapping[str, BlockKeys],
@@ -319,10 +340,24 @@ class HybridBlock(ResidualBlock[Any]):
                 *rms_norm("mixer_norm", keys.norm),
                 *nested(mixer_layouts[keys.layout], "mixer", keys.mixer),
                 *rms_norm("mlp_norm", keys.mlp_norm),
-                *nested(self.mlp.rows(*keys.projections), "mlp", keys.mlp),
+                *self._mlp_rows(keys),
             ]
             for layout, keys in self.keys
         }
+
+    def _mlp_rows(self, keys: BlockKeys) -> Table:
+        """The rows of the MLP or of the mixture of experts."""
+        mlp, experts = self.mlp, keys.experts
+        if not isinstance(mlp, Experts):
+            return nested(mlp.rows(*keys.projections), "mlp", keys.mlp)
+        assert experts is not None
+        router, gate, up, down, bias, shared, shared_gate = experts
+        rows = nested(mlp.rows(router, gate, up, down, bias), "mlp", "")
+        if mlp.shared is not None:
+            rows += nested(mlp.shared.rows(*keys.projections), "mlp.shared", shared)
+        if mlp.shared_gate is not None:
+            rows += linear("mlp.shared_gate", shared_gate, bias=False)
+        return rows
 
 
 class HybridLanguageModel(LanguageModel):

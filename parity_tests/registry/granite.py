@@ -1,7 +1,9 @@
-"""The language model of Granite 4 without experts."""
+"""The language model of Granite 4, without and with experts."""
 
 import dataclasses
 from functools import partial
+
+import jax.numpy as jnp
 
 from jax_models import GraniteLanguageModelConfig
 from parity_tests.registry.case import paired
@@ -11,6 +13,7 @@ from parity_tests.registry.mutation import (
     epsilon_doubled,
     exchanged,
     mask_ignored,
+    replaced,
     with_value,
 )
 
@@ -34,7 +37,11 @@ config = GraniteLanguageModelConfig(
     logits_scaling=2.0,
     max_length=40,
 )
-CASE, ROTARY = "GraniteLanguageModel", "GraniteLanguageModel, rotary positions, biases, limits of Δ"
+CASE, ROTARY, EXPERTS = (
+    "GraniteLanguageModel",
+    "GraniteLanguageModel, rotary positions, biases, limits of Δ",
+    "GraniteLanguageModel, experts",
+)
 CASES = [
     granite(CASE, config.build),
     granite(
@@ -50,6 +57,10 @@ CASES = [
             dt_limits=(0.6, 0.9),
         ).build,
     ),
+    granite(
+        EXPERTS,
+        dataclasses.replace(config, num_experts=6, experts_per_token=3, expert_features=5).build,
+    ),
 ]
 
 
@@ -60,6 +71,11 @@ def with_multiplier(name: str, value: float):
         model.config = dataclasses.replace(model.config, **{name: value})
 
     return edited(edit)
+
+
+def without_output(_):
+    """Forgets the shared MLP."""
+    return lambda experts, x: jnp.zeros_like(x)
 
 
 forward = partial(Mutation, case=CASE, kind="forward")
@@ -103,6 +119,17 @@ MUTATIONS = [
         plant=with_value("blocks.0.mixer", "dt_limits", (0.0, float("inf"))),
         culprit="model.layers.0.mamba",
     ),
+    forward(
+        "experts' weights not normalized",
+        case=EXPERTS,
+        plant=with_value("blocks.1.mlp", "normalize", False),
+        culprit="model.layers.1.block_sparse_moe",
+    ),
+    forward(
+        "shared MLP forgotten",
+        case=EXPERTS,
+        plant=replaced("jax_models.layers.experts.Experts.shared_output", without_output),
+    ),
     forward("epsilon doubled", plant=epsilon_doubled("norm"), culprit="model.norm"),
     Mutation(
         "gate and up exchanged",
@@ -110,6 +137,13 @@ MUTATIONS = [
         "weights",
         plant=edited(exchanged("blocks.1.mlp", "gate_proj", "up_proj")),
         culprit="model.layers.1.shared_mlp",
+    ),
+    Mutation(
+        "gate and up of the experts exchanged",
+        EXPERTS,
+        "weights",
+        plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
+        culprit="model.layers.1.block_sparse_moe.experts",
     ),
     *mask_ignored(CASE, "jax_models.ops.causal_conv"),
 ]

@@ -16,13 +16,18 @@ from safetensors.numpy import load_file, save_file
 import train.command.train as train_command
 from jax_models import (
     BambaLanguageModelConfig,
+    Experts,
     GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen35LanguageModelConfig,
+    RMSNorm,
+    ShortConvolution,
+    from_torch,
     load_pretrained,
     to_torch,
 )
+from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
 from train.command import convert, generate
 from train.command.initial_weights import initialize
 from train.run.config import TrainConfig
@@ -43,7 +48,8 @@ LFM2 = SIZES | {"model_type": "lfm2"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
-GRANITE |= {"shared_intermediate_size": 7}
+GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
+GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 CONFIGS = {
     "qwen3_5_text": Qwen35LanguageModelConfig,
     "qwen3_5": Qwen35LanguageModelConfig,
@@ -87,7 +93,9 @@ def test_defaults_are_those_of_transformers():
     assert read(without).num_kv_heads == 8
 
 
-@pytest.mark.parametrize("fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE])
+@pytest.mark.parametrize(
+    "fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE, GRANITE_EXPERTS]
+)
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
     assert read(json.loads(json.dumps(config.to_hf()))) == config
@@ -144,6 +152,17 @@ ROPE = "rope_parameters"
         (GRANITE | {"position_embedding_type": "rope"}, "rope_theta", 10_000.0),
         (GRANITE | {"residual_multiplier": 0.22}, "residual_multiplier", 0.22),
         (GRANITE | {"logits_scaling": 6}, "logits_scaling", 6.0),
+        (GRANITE | {"num_local_experts": None}, "num_experts", 0),
+        (GRANITE_EXPERTS, "num_experts", 6),
+        (GRANITE_EXPERTS, "experts_per_token", 3),
+        (GRANITE_EXPERTS, "expert_features", 20),
+        (GRANITE_EXPERTS, "mlp_features", 7),
+        (GRANITE_EXPERTS | {"num_experts_per_tok": None}, "experts_per_token", 2),
+        (
+            {name: value for name, value in GRANITE_EXPERTS.items() if "local" not in name},
+            "num_experts",
+            8,
+        ),
         (LFM2 | {"block_auto_adjust_ff_dim": False}, "mlp_features", 20),
         (LFM2 | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 9}, "mlp_features", 9),
         (LFM2 | {"block_ffn_dim_multiplier": None}, "mlp_features", 13),
@@ -172,14 +191,18 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (QWEN | {"num_experts": 8}, "num_experts: expected none, .* mixtures of experts .*got 8"),
+        (GRANITE | {"num_experts": 8}, "num_experts: expected none, .*Granite 4, got 8"),
+        (BAMBA | {"num_local_experts": 8}, "num_local_experts: expected none, .*Bamba, got 8"),
+        (
+            GRANITE_EXPERTS | {"num_experts_per_tok": 7},
+            "experts_per_token: expected at .* 6, got 7",
+        ),
         (LFM2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*got fp8"),
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
-        (GRANITE | {"num_local_experts": 8}, "num_local_experts: expected 0, got 8"),
-        (GRANITE | {"num_local_experts": None}, "num_local_experts: expected 0, got 8"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
             "position_embedding_type: expected .*rope",
@@ -208,6 +231,9 @@ def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields:
 
 small = {"vocab_size": 11, "features": 8, "num_layers": 2, "mlp_features": 7, "num_heads": 2}
 mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features": 4}
+granite = GraniteLanguageModelConfig(
+    **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
+)
 MODELS = {
     "qwen3_5_text": Qwen35LanguageModelConfig(
         **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
@@ -217,8 +243,9 @@ MODELS = {
     ),
     "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
-    "granitemoehybrid": GraniteLanguageModelConfig(
-        **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
+    "granitemoehybrid": granite,
+    "granitemoehybrid with experts": replace(
+        granite, num_experts=4, experts_per_token=3, expert_features=5
     ),
 }
 
@@ -304,6 +331,30 @@ def test_decays_in_float32_leave_the_other_weights_in_bfloat16(name, wide, tmp_p
             assert (written[key].dtype, written[key].tobytes()) == (array.dtype, array.tobytes())
     narrow = load_pretrained(".", param_dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
+
+
+def test_a_block_with_a_gated_shared_expert_and_a_bias_is_read():
+    """The keys are those of a mixture of Qwen3-Next, with the bias of LFM2-MoE."""
+    gate, up, down = (f"mlp.experts.{{}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    shared, shared_gate = "mlp.shared_expert", "mlp.shared_expert_gate"
+    experts = ExpertsKeys("mlp.gate.weight", gate, up, down, "mlp.expert_bias", shared, shared_gate)
+    keys = BlockKeys("conv", "norm", "mlp_norm", "lfm2", experts=experts)
+
+    def block(seed: int) -> HybridBlock:
+        rngs = nnx.Rngs(seed)
+        options: dict[str, Any] = {"shared_features": 3, "shared_gate": True}
+        mlp = partial(Experts, 8, 5, 2, 1, use_expert_bias=True, **options)
+        return HybridBlock(
+            ShortConvolution(8, rngs=rngs), mlp, RMSNorm, keys={"qwen": keys}, rngs=rngs
+        )
+
+    weights = to_torch(block(0), "qwen")
+    projections = [key.format(i) for i in range(2) for key in (gate, up, down)]
+    projections += [f"{shared}.{name}_proj.weight" for name in ("gate", "up", "down")]
+    others = ["mlp.gate.weight", "mlp.expert_bias", f"{shared_gate}.weight"]
+    assert {key for key in weights if key.startswith("mlp.")} == {*projections, *others}
+    loaded = to_torch(from_torch(block(1), weights, "qwen"), "qwen")
+    jax.tree.map(np.testing.assert_array_equal, loaded, weights)
 
 
 def quantized(dtype: str, *scales: str):

@@ -22,7 +22,7 @@ from parity_tests.engine.problem import in_every_dtype
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 transformers = pytest.importorskip("transformers")
 
-EAGER = {"attn_implementation": "eager"}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -135,6 +135,16 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_theta": 50.0},
         },
     ),
+    "Granite 4 with experts": (
+        GRANITE,
+        {
+            **GRANITE_SIZES,
+            **MAMBA2,
+            "intermediate_size": 7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "Bamba": (BAMBA, {**SIZES, **MAMBA2, "attn_layer_indices": [1]}),
     "Bamba, other options": (
         BAMBA,
@@ -147,7 +157,7 @@ MODELS: dict[str, tuple[str, Any]] = {
         },
     ),
 }
-DEFAULTS = ("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Bamba")
+DEFAULTS = ("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Granite 4 with experts", "Bamba")
 STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 

@@ -1,9 +1,10 @@
-"""The dense hybrids of Granite 4 in plain PyTorch, with the keys of transformers."""
+"""The hybrids of Granite 4 in plain PyTorch, with the keys of transformers."""
 
 __all__ = ["GraniteLanguageModel"]
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,10 +25,49 @@ class GraniteMLP(nn.Module):
         return self.output_linear(F.silu(gate) * up)
 
 
+class StackedExperts(nn.Module):
+    """`gate, up = x W_in,e`, `y = Σ w_e (silu(gate) ⊙ up) W_out,e` over the chosen experts.
+
+    The matrices of all experts are stacked. `weights` and `chosen` are the weights and the numbers
+    of each token's experts.
+    """
+
+    def __init__(self, features: int, expert_features: int, num_experts: int):
+        super().__init__()
+        inner, outer = (2 * expert_features, features), (features, expert_features)
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, *inner) / features**0.5)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, *outer) / expert_features**0.5)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for i, (inner, outer) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            weight = torch.where(chosen == i, weights, 0).sum(dim=-1, keepdim=True)
+            gate, up = F.linear(x, inner).chunk(2, dim=-1)
+            y = y + weight * F.linear(F.silu(gate) * up, outer)
+        return y
+
+
+class GraniteExperts(nn.Module):
+    """Experts, of which the router chooses those with the largest logits for each token.
+
+    Their weights are the softmax of these logits.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.router = nn.Linear(config.features, config.num_experts, bias=False)
+        self.experts = StackedExperts(config.features, config.expert_features, config.num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, chosen = self.router(x).topk(self.experts_per_token)
+        return self.experts(x, logits.softmax(dim=-1), chosen)
+
+
 class GraniteBlock(nn.Module):
     """`x ← x + r · mixer(norm(x))`, then `x ← x + r · mlp(norm(x))`, r the residual multiplier.
 
-    The state is that of the mixer.
+    If there are experts, `mlp(x) = experts(x) + shared_mlp(x)`. The state is that of the mixer.
     """
 
     def __init__(self, config: Any, kind: str):
@@ -51,13 +91,18 @@ class GraniteBlock(nn.Module):
                 scale=config.attention_multiplier,
             )
         self.post_attention_layernorm = nn.RMSNorm(config.features, eps=config.epsilon)
+        self.block_sparse_moe = GraniteExperts(config) if config.num_experts else None
         self.shared_mlp = GraniteMLP(config.features, config.mlp_features)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         mixer = self.mamba if self.has_mamba else self.self_attn
         y, last = mixer(self.input_layernorm(x), state)
         x = x + self.multiplier * y
-        return x + self.multiplier * self.shared_mlp(self.post_attention_layernorm(x)), last
+        normed = self.post_attention_layernorm(x)
+        y = self.shared_mlp(normed)
+        if self.block_sparse_moe is not None:
+            y = self.block_sparse_moe(normed) + y
+        return x + self.multiplier * y, last
 
 
 class GraniteLanguageModel(HybridLanguageModel):
