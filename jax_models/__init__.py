@@ -29,6 +29,7 @@ from jax_models.layers.hyper_lstm import *
 from jax_models.layers.layer_norm_lstm import *
 from jax_models.layers.local_attention import *
 from jax_models.layers.lstm import *
+from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
