@@ -24,7 +24,7 @@ def normal_of_fan_in(variance: float = 1.0, *, in_blocks: bool = False) -> Initi
     return nnx.initializers.variance_scaling(variance, "fan_in", "normal", batch_axis=batch_axis)
 
 
-def torch_uniform(fan_in: int) -> Initializer:
+def torch_uniform(fan_in: float) -> Initializer:
     """The initializer of the matrix and the bias of `torch.nn.Linear`: uniform in ±1/√fan_in."""
     bound = fan_in**-0.5
 
