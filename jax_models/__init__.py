@@ -61,6 +61,7 @@ from jax_models.models.lfm2 import *
 from jax_models.models.load import *
 from jax_models.models.mamba import *
 from jax_models.models.mamba2 import *
+from jax_models.models.nemotron_h import *
 from jax_models.models.olmo_hybrid import *
 from jax_models.models.qwen3_5 import *
 from jax_models.models.rnn import *

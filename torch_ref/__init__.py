@@ -46,6 +46,7 @@ from torch_ref.models.hyena_dna import *
 from torch_ref.models.lfm2 import *
 from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *
+from torch_ref.models.nemotron_h import *
 from torch_ref.models.olmo_hybrid import *
 from torch_ref.models.qwen3_5 import *
 from torch_ref.models.rnn import *

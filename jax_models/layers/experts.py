@@ -58,6 +58,9 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
 
         y ← y + shared(x)    or, with shared_gate,    y ← y + σ(x w_shared) shared(x)
 
+    With `latent_features`, the chosen experts, but not the router and the shared one, read x W_in,
+    and their sum is multiplied by W_out.
+
     Args:
         features: size of x and y.
         expert_features: width of each expert.
@@ -74,6 +77,9 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         gated: whether experts have a gate. Without it, they are an `MLP`.
         shared_features: width of the shared expert. None: there is none.
         shared_gate: whether the shared expert's output is multiplied by a gate.
+        latent_features: size of the input and the output of each chosen expert. None: `features`,
+            without W_in and W_out.
+        use_bias: whether W_in, W_out and the shared expert have biases.
         **options: as in `MatrixOptions`. Matrices are initialized by `lecun_normal`, the bias to
             zero. `kernel_init` receives the shapes (num_experts, in, out) of all experts' matrices
             together. The router is computed in at least float32.
@@ -107,6 +113,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         gated: bool = True,
         shared_features: int | None = None,
         shared_gate: bool = False,
+        latent_features: int | None = None,
+        use_bias: bool = False,
         **options: Unpack[MatrixOptions],
     ):
         # Groups must be able to provide the experts.
@@ -136,8 +144,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         self.expert_bias = Constant(bias) if use_expert_bias else None
         # The matrices of all experts.
         init = options.get("kernel_init") or lecun_normal_of_each
-        inner = num_experts, features, expert_features
-        outer = num_experts, expert_features, features
+        inner = num_experts, latent_features or features, expert_features
+        outer = num_experts, expert_features, latent_features or features
         self.gate_kernel = nnx.Param(init(rngs.params(), inner, param_dtype)) if gated else None
         self.up_kernel = nnx.Param(init(rngs.params(), inner, param_dtype))
         self.down_kernel = nnx.Param(init(rngs.params(), outer, param_dtype))
@@ -145,8 +153,15 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         mlp: Any = GatedMLP if gated else MLP
         has_shared = shared_features is not None
         self.shared = (
-            mlp(features, shared_features, activation=activation, **options) if has_shared else None
+            mlp(features, shared_features, use_bias=use_bias, activation=activation, **options)
+            if has_shared
+            else None
         )
+        # The projections to and from the latent features.
+        matrix = with_inits(options, lecun_normal, use_bias=use_bias)
+        latent = latent_features
+        self.latent_in = None if latent is None else Linear(features, latent, **matrix)
+        self.latent_out = None if latent is None else Linear(latent, features, **matrix)
         matrix = with_inits(options, lecun_normal, None, use_bias=False)
         self.shared_gate = Linear(features, 1, **matrix) if shared_gate else None
 
@@ -156,7 +171,10 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         dtype = self.dtype or jnp.result_type(x, self.up_kernel[...])
         x = x.astype(dtype)
         tokens = x.reshape(-1, x.shape[-1])
-        y = self.mixture(tokens, *self.route(tokens)).reshape(x.shape)
+        inputs = tokens if self.latent_in is None else self.latent_in(tokens)
+        y = self.mixture(inputs, *self.route(tokens))
+        y = y if self.latent_out is None else self.latent_out(y.astype(dtype))
+        y = y.reshape(x.shape)
         if self.shared is not None:
             y = y + self.shared_output(x).astype(y.dtype)
         return y.astype(dtype)
@@ -186,7 +204,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         if self.expert_bias is not None:
             scores = scores + self.expert_bias[...].astype(scores.dtype)[None]
         if self.num_groups > 1:
-            groups = scores.reshape(scores.shape[0], self.num_groups, -1)
+            size = self.num_experts // self.num_groups
+            groups = scores.reshape(scores.shape[0], self.num_groups, size)
             ratings = lax.top_k(groups, 2)[0].sum(axis=-1)
             _, best = lax.top_k(ratings, self.groups_per_token)
             stays = jax.nn.one_hot(best, self.num_groups, dtype=bool).any(axis=1)
@@ -237,7 +256,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         return ops.grouped_dot(hidden, self.down_kernel[...].astype(x.dtype), sizes)
 
     mesh_axes = first_axis("experts", "gate_kernel", "up_kernel", "down_kernel") | whole(
-        "router_kernel", "shared_gate"
+        "router_kernel", "shared_gate", "latent_in", "latent_out"
     )
 
     def rows(
@@ -290,6 +309,10 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             table += nested(self.shared.rows("up_proj", "down_proj"), *2 * ["shared"])
         if self.shared_gate is not None:
             table += linear("shared_gate", "shared_gate", bias=False)
+        if self.latent_in is not None:
+            bias = self.latent_in.use_bias
+            table += linear("latent_in", "latent_in", bias=bias)
+            table += linear("latent_out", "latent_out", bias=bias)
         return super().torch_layouts() | {"experts": table}
 
 

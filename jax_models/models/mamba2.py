@@ -4,11 +4,12 @@ __all__ = ["Mamba2LanguageModel", "Mamba2LanguageModelConfig"]
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.models.architecture import UNDETERMINED, Size
+from jax_models.models.nemotron_h import NemotronHLanguageModelConfig
 from jax_models.models.state_space import (
     StateSpaceConfig,
     StateSpaceLanguageModel,
@@ -95,6 +96,12 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
                 f"{features}, as in transformers, got {inner}"
             )
         return super().to_hf() | {"expand": inner // features}
+
+    @classmethod
+    def recognizes(cls, keys: Iterable[str]) -> bool:
+        """Whether these are its keys, without those of the other blocks that Nemotron-H has."""
+        names = [*keys]
+        return super().recognizes(names) and not NemotronHLanguageModelConfig.recognizes(names)
 
     def make_mixer(self, **options: Any) -> Mamba2:
         inits = self.mixer_inits(self.num_heads * self.head_features)

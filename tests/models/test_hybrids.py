@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from jax_models import (
     FalconH1LanguageModelConfig,
     GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
+    NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen35LanguageModelConfig,
     RMSNorm,
@@ -51,6 +53,7 @@ BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
+NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 CONFIGS = {
     "qwen3_5_text": Qwen35LanguageModelConfig,
@@ -60,6 +63,7 @@ CONFIGS = {
     "bamba": BambaLanguageModelConfig,
     "granitemoehybrid": GraniteLanguageModelConfig,
     "falcon_h1": FalconH1LanguageModelConfig,
+    "nemotron_h": NemotronHLanguageModelConfig,
 }
 
 
@@ -98,6 +102,12 @@ def test_defaults_are_those_of_transformers():
             mamba_heads=8, mamba_head_features=3, state_features=256, tied_head=False,
         )
     )  # fmt: skip
+    assert read(NEMOTRON_H) == NemotronHLanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=8,
+        num_heads=4, head_features=128, mamba_heads=128, mamba_head_features=64,
+        state_features=128, num_groups=8, expert_features=7688, shared_features=7688,
+        block_types=(LINEAR, "mlp", LINEAR, FULL, LINEAR, "moe"),
+    )  # fmt: skip
     for fields in (BAMBA, FALCON_H1):
         without = {name: value for name, value in fields.items() if name != "num_key_value_heads"}
         assert read(without | {"num_attention_heads": 8}).num_kv_heads == 8
@@ -108,13 +118,15 @@ def test_defaults_are_those_of_transformers():
     [
         *(QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE, GRANITE_EXPERTS),
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
+        NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
     assert read(json.loads(json.dumps(config.to_hf()))) == config
+    names = {field.name for field in fields_of(config)}
     for change in ({"tied_head": not config.tied_head}, {"head_features": 6, "rope_theta": 7.0}):
-        changed = replace(config, **change)
+        changed = replace(config, **{name: change[name] for name in names & change.keys()})
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
 
@@ -179,6 +191,15 @@ ROPE = "rope_parameters"
         (FALCON_H1 | {"mlp_multipliers": [0.5, 2]}, "mlp_multipliers", (0.5, 2.0)),
         (FALCON_H1 | {"lm_head_multiplier": 0.5}, "head_multiplier", 0.5),
         (FALCON_H1 | {"projectors_bias": True}, "mamba_out_bias", True),
+        (NEMOTRON_H | {"num_hidden_layers": 9}, "num_layers", 6),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe"]},
+            "block_types",
+            (LINEAR, "moe"),
+        ),
+        (NEMOTRON_H | {"layer_types": ["attention"] * 6}, "block_types", (FULL,)),
+        (NEMOTRON_H | {"mamba_n_groups": 4}, "num_groups", 4),
+        (NEMOTRON_H | {"mamba_dt_limit": [0.5, 1.0]}, "dt_limits", (0.5, 1.0)),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -230,6 +251,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
         (FALCON_H1 | {"mamba_d_head": 4}, r"mamba_d_head: expected .* = 24 / 8, got 4"),
         (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
+        (NEMOTRON_H | {"hybrid_override_pattern": "MX"}, "layer_types: expected some of .*X"),
+        (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -278,6 +301,15 @@ MODELS = {
         mamba_norm=True,
         mamba_multipliers=(0.1, 0.2, 0.3, 0.4, 0.5),
     ),
+    "nemotron_h": NemotronHLanguageModelConfig(
+        **small | {"num_layers": 4},
+        mamba_heads=4,
+        mamba_head_features=5,
+        num_experts=4,
+        expert_features=5,
+        shared_features=6,
+        latent_features=3,
+    ),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
@@ -286,10 +318,13 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [(name, tied) for name in MODELS for tied in (True, False) if not tied or name != "nemotron_h"],
+)
 def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
-    config = replace(MODELS[name], tied_head=tied)
+    """The head of Nemotron-H is never tied."""
+    config = replace(MODELS[name], **{} if name == "nemotron_h" else {"tied_head": tied})
     for layout in config.layouts:
         weights = folder_of(config, tmp_path, layout)
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4, Bamba and Falcon-H1 with transformers."""
+"""Compares Qwen3.5 and the other hybrids with transformers."""
 
 import copy
 from functools import partial
@@ -92,7 +92,29 @@ FALCON_MULTIPLIERS = {
 }
 QWEN, OLMO, LFM2 = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "Lfm2ForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
-FALCON_H1 = "FalconH1ForCausalLM"
+FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
+NEMOTRON_SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,  # transformers 5.24 takes it for the least Δ, which the models lack
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 7,
+    "moe_shared_expert_intermediate_size": 9,
+}
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
     "Qwen3.5, other options": (
@@ -182,19 +204,40 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_theta": 50.0},
         },
     ),
+    "Nemotron-H": (NEMOTRON_H, NEMOTRON_SIZES),
+    "Nemotron-H, other options": (
+        NEMOTRON_H,
+        {
+            **NEMOTRON_SIZES,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+            "moe_latent_size": 5,
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
 }
 DEFAULTS = (
     *("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Granite 4 with experts", "Bamba"),
-    "Falcon-H1",
+    *("Falcon-H1", "Nemotron-H"),
 )
-STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1)]
+STATE_SPACES = [
+    name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
+]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Draws all matrices, norms, decays and biases, with values that are exact in bfloat16."""
     rng = np.random.default_rng(0)
-    for name, parameter in model.named_parameters():
+    buffers = (pair for pair in model.named_buffers() if "correction_bias" in pair[0])
+    for name, parameter in (*model.named_parameters(), *buffers):
         fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
         draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
         if "norm" in name and parameter.ndim == 1 and parameter.min() == 1:
@@ -202,12 +245,12 @@ def randomise(model: torch.nn.Module) -> None:
         parameter.data = torch.from_numpy(in_every_dtype(draw)).to(parameter.dtype)
 
 
-def built(name: str) -> torch.nn.Module:
+def built(name: str, **options: Any) -> torch.nn.Module:
     """A random model in float64, including the frequencies of the angles."""
     kind, fields = MODELS[name]
     model = getattr(transformers, kind)
     with InFloat64():
-        config = model.config_class(**fields, **EAGER)
+        config = model.config_class(**fields | options, **EAGER)
         model = model(config).double().eval()
     randomise(model)
     return model
@@ -306,6 +349,25 @@ def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
         assert_close(step, expected)
     if isinstance(hf, transformers.BambaForCausalLM):
         assert np.abs(cached_step() - expected).max() > 0.01 * scale
+
+
+def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):
+    """A fault of transformers 5.24: it ignores `time_step_limit`, and floors Δ at `time_step_min`.
+
+    With the limits of its config.json, its computation is ours.
+    """
+    hf = built("Nemotron-H", time_step_limit=[0.6, 0.9], time_step_min=0.1)
+    in_float32(hf).save_pretrained(tmp_path)
+    theirs = logits_of(hf, TOKENS)
+    for layer in hf.model.layers:
+        if hasattr(layer.mixer, "A_log"):
+            assert layer.mixer.time_step_limit == (0.1, np.inf)
+            layer.mixer.time_step_limit = (0.6, 0.9)
+    expected = logits_of(hf, TOKENS)
+    with jax.enable_x64(True):
+        ours, _ = ported(dict(hf.state_dict()), load_pretrained(tmp_path).config)(TOKENS)
+    assert_close(ours, expected)
+    assert np.abs(theirs - expected).max() > 0.05 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

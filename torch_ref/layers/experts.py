@@ -19,7 +19,8 @@ class Experts(nn.Module):
         y = Σ_e w_e expert_e(x) + σ(x w_shared) shared(x)
 
     A group is rated by the sum of its two largest s + expert_bias. Without `normalize`, w_e = scale
-    · s_e. expert_bias, groups, the shared expert and its gate are optional.
+    · s_e. expert_bias, groups, the shared expert and its gate are optional. With `latent_features`,
+    expert_e(x) is read as expert_e(x W_in + b_in), and Σ … W_out + b_out replaces the sum.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Experts(nn.Module):
         gated: bool = True,
         shared_features: int | None = None,
         shared_gate: bool = False,
+        latent_features: int | None = None,
+        use_bias: bool = False,
     ):
         super().__init__()
         self.experts_per_token = experts_per_token
@@ -52,20 +55,26 @@ class Experts(nn.Module):
             self.expert_bias = None
         mlp: Any = GatedMLP if gated else MLP
         self.experts = nn.ModuleList(
-            mlp(features, expert_features, activation=activation) for _ in range(num_experts)
+            mlp(latent_features or features, expert_features, activation=activation)
+            for _ in range(num_experts)
         )
         if shared_features is None:
             self.shared = None
         else:
-            self.shared = mlp(features, shared_features, activation=activation)
+            self.shared = mlp(features, shared_features, activation=activation, use_bias=use_bias)
         self.shared_gate = nn.Linear(features, 1, bias=False) if shared_gate else None
+        latent = latent_features
+        self.latent_in = nn.Linear(features, latent, bias=use_bias) if latent else nn.Identity()
+        self.latent_out = nn.Linear(latent, features, bias=use_bias) if latent else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
-        y = torch.zeros_like(x)
+        inputs = self.latent_in(x)
+        y = torch.zeros_like(inputs)
         for i, expert in enumerate(self.experts):
             weight = torch.where(chosen == i, weights, 0).sum(dim=-1, keepdim=True)
-            y = y + weight * expert(x)
+            y = y + weight * expert(inputs)
+        y = self.latent_out(y)
         if self.shared is None:
             return y
         if self.shared_gate is None:

@@ -1,0 +1,423 @@
+"""Nemotron-H: blocks with one part each, a Mamba-2, attention, an MLP or a mixture of experts."""
+
+__all__ = ["NemotronHLanguageModel", "NemotronHLanguageModelConfig"]
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+from jax_models.checks.values import Positive
+from jax_models.layers.attention import Attention
+from jax_models.layers.experts import Experts
+from jax_models.layers.gated_delta_net import bias_of_log_uniform
+from jax_models.layers.linear import torch_uniform
+from jax_models.layers.mamba2 import Mamba2
+from jax_models.layers.mlp import MLP
+from jax_models.layers.norm import RMSNorm
+from jax_models.models.architecture import (
+    UNDETERMINED,
+    Checkpoint,
+    Fields,
+    Layout,
+    Size,
+    has,
+    whole_key,
+)
+from jax_models.models.hf import shortest_pattern
+from jax_models.models.hybrid import (
+    FULL,
+    HEAD,
+    LINEAR,
+    HybridLanguageModel,
+    Mamba2HybridConfig,
+)
+from jax_models.options import LayerOptions, NormOptions, norm_options
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Table, linear, nested, rms_norm
+
+MOE, ONLY_MLP = "moe", "mlp"
+"""The kinds of the blocks with a mixture of experts and with an MLP."""
+LETTERS = {"M": LINEAR, "*": FULL, "-": ONLY_MLP, "E": MOE}
+"""The letters of a `hybrid_override_pattern`."""
+OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
+OLDER_FIELDS = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_max": "time_step_max",
+    "mamba_dt_init_floor": "time_step_floor",
+    "mamba_dt_limit": "time_step_limit",
+}
+"""The names that older files have for kinds of blocks, and for fields of the config.json."""
+MARK = {
+    LINEAR: "*.mixer.A_log",
+    FULL: "*.mixer.q_proj.weight",
+    MOE: "*.mixer.gate.weight",
+    ONLY_MLP: "*.mixer.up_proj.weight",
+}
+"""The key by which a block of each kind is recognized."""
+
+
+def _block_types(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
+    """The pattern of the kinds of blocks, from the keys of each block."""
+
+    def kind(number: str) -> str:
+        keys = {kind: whole_key(checkpoint.layout, key, number) for kind, key in MARK.items()}
+        return next((kind for kind, key in keys.items() if key in checkpoint.weights), ONLY_MLP)
+
+    return shortest_pattern([kind(number) for number in checkpoint.numbers])
+
+
+def _mlp_bias(checkpoint: Checkpoint, fields: Fields) -> bool:
+    """Whether the MLPs have biases, or the shared experts, of which a model may lack either."""
+    parts = "", "shared_experts."
+    return any(checkpoint.find(f"*.mixer.{part}up_proj.bias") is not None for part in parts)
+
+
+def _first(key: str, axis: int, rank: int = 2, convert: Any = lambda size, fields: size) -> Any:
+    """A size of the first block that has the weight, or the field's default if none has it."""
+    return Size(f"*.mixer.{key}", axis, rank, convert), ...
+
+
+def _state_features(channels: int, fields: Fields) -> int:
+    """The convolution has the channels of the heads, and of B and C for each group."""
+    inner = fields["mamba_heads"] * fields["mamba_head_features"]
+    return (channels - inner) // (2 * fields["num_groups"])
+
+
+def _layout(model: str, up: str, down: str, expert_axis: int) -> Layout:
+    """The layout with this prefix, whose experts' matrices have these keys.
+
+    `expert_axis` is the axis of an expert's width in the matrix `up`.
+    """
+    rank = expert_axis + 2
+    return Layout(
+        f"{model}.embeddings.weight",
+        f"{model}.layers",
+        f"{model}.norm_f.weight",
+        HEAD,
+        sizes={
+            "block_types": _block_types,
+            "num_heads": UNDETERMINED,
+            "head_features": _first("q_proj.weight", 0, convert=lambda n, f: n // f["num_heads"]),
+            "num_kv_heads": _first(
+                "k_proj.weight", 0, convert=lambda n, f: n // f["head_features"]
+            ),
+            "mamba_heads": _first("A_log", 0, 1),
+            "mamba_head_features": _first("norm.weight", 0, 1, lambda n, f: n // f["mamba_heads"]),
+            "num_groups": UNDETERMINED,
+            "state_features": _first("conv1d.weight", 0, 3, _state_features),
+            "kernel_size": _first("conv1d.weight", 2, 3),
+            "mamba_bias": has("*.mixer.in_proj.bias"),
+            "conv_bias": has("*.mixer.conv1d.bias"),
+            "num_experts": _first("gate.weight", 0),
+            "experts_per_token": UNDETERMINED,
+            "expert_features": _first(up, expert_axis, rank),
+            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, 2), None),
+            "shared_features": _first("shared_experts.up_proj.weight", 0),
+            "mlp_features": _first("up_proj.weight", 0),
+            "mlp_bias": _mlp_bias,
+        },
+    )
+
+
+STATE_DICT = _layout("model", "experts.up_proj", "experts.down_proj", 1)
+FILE = _layout("backbone", "experts.0.up_proj.weight", "experts.0.down_proj.weight", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class NemotronHLanguageModelConfig(Mamba2HybridConfig):
+    """The config of Nemotron-H. Except for the sizes, the defaults are those of transformers."""
+
+    family: ClassVar = "Nemotron-H"
+    presets: ClassVar = {"nemotron-h": {"model.block_types": (LINEAR, ONLY_MLP, FULL, ONLY_MLP)}}
+    model_types: ClassVar = ("nemotron_h",)
+    marks: ClassVar = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
+    left_out: ClassVar = ("mtp.",)
+    kinds: ClassVar = (LINEAR, FULL, ONLY_MLP, MOE)
+    float32_keys: ClassVar = tuple(
+        f".mixer.{name}"
+        for name in ("A_log", "D", "dt_bias", "gate.weight", "gate.e_score_correction_bias")
+    )
+    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE}
+    hf_class: ClassVar = "NemotronHForCausalLM"
+    hf_fields: ClassVar = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "features",
+        "intermediate_size": "mlp_features",
+        "mlp_bias": "mlp_bias",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_features",
+        "mamba_num_heads": "mamba_heads",
+        "mamba_head_dim": "mamba_head_features",
+        "ssm_state_size": "state_features",
+        "n_groups": "num_groups",
+        "conv_kernel": "kernel_size",
+        "use_bias": "mamba_bias",
+        "use_conv_bias": "conv_bias",
+        "time_step_limit": "dt_limits",
+        "time_step_min": "dt_min",
+        "time_step_max": "dt_max",
+        "time_step_floor": "dt_floor",
+        "rescale_prenorm_residual": "rescale_residual",
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_features",
+        "moe_shared_expert_intermediate_size": "shared_features",
+        "moe_latent_size": "latent_features",
+        "routed_scaling_factor": "experts_scale",
+        "norm_topk_prob": "normalize_experts",
+        "n_group": "num_expert_groups",
+        "topk_group": "expert_groups_per_token",
+        "layer_norm_epsilon": "epsilon",
+        "initializer_range": "initializer_range",
+    }
+    hf_sizes: ClassVar = ("vocab_size", "hidden_size", "num_attention_heads")
+    hf_values: ClassVar = {
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu", "swish"),
+        "attention_dropout": (0,),
+        "sliding_window": (None,),
+    }
+    hf_defaults: ClassVar = {
+        "intermediate_size": 21_504,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+    }
+
+    block_types: tuple[str, ...] = (LINEAR, MOE, FULL, ONLY_MLP)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    mlp_bias: bool = False
+    """Whether MLPs, shared experts and the projections around the experts have biases."""
+    head_features: int = 64
+    """Size of a head of the attention."""
+    # transformers has no positions and no biases of the attention, and ignores tie_word_embeddings.
+    rope_theta: ClassVar = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    attention_bias: ClassVar = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    tied_head: ClassVar = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    num_experts: int = 8
+    """Number of experts in a block with experts, without the shared one."""
+    experts_per_token: int = 2
+    """Number of experts that are chosen for each token."""
+    expert_features: int = 128
+    """Width of each of these experts."""
+    shared_features: int = 128
+    """Width of the shared expert."""
+    latent_features: int | None = None
+    """Size of the input and the output of each expert, which two projections connect to the width
+    of the model. None: the width of the model, without projections.
+    """
+    experts_scale: Positive = 1.0
+    """The factor of the weights of the experts."""
+    normalize_experts: bool = True
+    """Whether these weights are divided by their sum."""
+    num_expert_groups: int = 1
+    """Number of groups of experts."""
+    expert_groups_per_token: int = 1
+    """Number of groups from which the experts of a token are chosen."""
+    dt_min: Positive = 0.001
+    """The least initial Δ."""
+    dt_max: Positive = 0.1
+    """The greatest initial Δ."""
+    dt_floor: Positive = 1e-4
+    """A Δ that is drawn below this number starts there."""
+    epsilon: Positive = 1e-5
+    """ε of the norms."""
+    rescale_residual: bool = True
+    """Whether the initial output projections of the Mamba-2s are divided by √num_layers."""
+
+    def build(self, **options: Unpack[NormOptions]) -> "NemotronHLanguageModel":
+        return NemotronHLanguageModel(self, **options)
+
+    @classmethod
+    def layout_keys(cls) -> list[set[str]]:
+        """The keys outside of the blocks and of a Mamba-2, with which the models begin."""
+        return [
+            {layout.embedding, layout.norm, whole_key(layout, MARK[LINEAR])}
+            for layout in cls.layouts.values()
+        ]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHLanguageModelConfig":
+        """Reads a config.json with the names of fields of any version."""
+        renamed = {OLDER_FIELDS.get(name, name): value for name, value in config.items()}
+        # Without an explicit pattern, `num_hidden_layers` has no meaning in transformers.
+        types = cls.layer_types(renamed)
+        return super().from_hf(renamed | {"num_hidden_layers": len(types)})
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = {"mamba_n_heads": given["mamba_num_heads"], "mamba_d_head": given["mamba_head_dim"]}
+        fields = super().converted(given | sizes, config)
+        return fields | {"num_layers": given["num_hidden_layers"]}
+
+    @classmethod
+    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """The product, whatever `expand` is."""
+        return given["mamba_num_heads"] * given["mamba_head_dim"]
+
+    def inner_to_hf(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def layer_types(cls, given: Mapping[str, Any]) -> Any:
+        """The list of the kinds, or in older files a string with a letter for each block."""
+        types = given.get("layers_block_type") or given.get("layer_types")
+        if types is not None:
+            return [OLDER_KINDS.get(kind, kind) for kind in types]
+        pattern = given.get("hybrid_override_pattern") or "ME*-"
+        return [LETTERS.get(letter, letter) for letter in pattern]
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json, which has no rotary positions."""
+        fields = super().to_hf()
+        del fields["rope_parameters"]
+        return {"layers_block_type" if k == "layer_types" else k: v for k, v in fields.items()}
+
+    def block(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, kind: str, **options: Unpack[LayerOptions]
+    ) -> "NemotronHBlock":
+        build: dict[str, Any] = {
+            LINEAR: self.mixer,
+            FULL: self.attention,
+            MOE: self.experts,
+            ONLY_MLP: self.plain_mlp,
+        }
+        return NemotronHBlock(self, build[kind](**options), **options)
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(rotary_features=0, rope_theta=None, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        inner = self.mamba_heads * self.mamba_head_features
+        residual = torch_uniform(inner * self.num_layers)
+        return self.make(
+            Mamba2,
+            num_heads=self.mamba_heads,
+            head_features=self.mamba_head_features,
+            use_bias=self.mamba_bias,
+            dt_init=bias_of_log_uniform(self.dt_min, self.dt_max, self.dt_floor),
+            out_init=residual if self.rescale_residual else None,
+            **options,
+        )
+
+    def experts(self, **options: Any) -> Experts:
+        """Builds the mixture of experts of a block."""
+        return Experts(
+            self.features,
+            self.expert_features,
+            self.num_experts,
+            self.experts_per_token,
+            scores="sigmoid",
+            normalize=self.normalize_experts,
+            scale=self.experts_scale,
+            use_expert_bias=True,
+            num_groups=self.num_expert_groups,
+            groups_per_token=self.expert_groups_per_token,
+            activation="relu2",
+            gated=False,
+            use_bias=self.mlp_bias,
+            latent_features=self.latent_features,
+            shared_features=self.shared_features,
+            **options,
+        )
+
+    def plain_mlp(self, **options: Any) -> MLP:
+        """Builds the MLP of a block."""
+        return MLP(self.features, self.mlp_features, use_bias=self.mlp_bias, **options)
+
+
+class NemotronHBlock(SequenceLayer[Any]):
+    """`x ← x + mixer(norm(x))`. The state is that of the mixer; MLPs and experts have none."""
+
+    divides_time = True
+
+    def __init__(
+        self,
+        config: NemotronHLanguageModelConfig,
+        mixer: SequenceLayer | MLP | Experts,
+        **options: Unpack[LayerOptions],
+    ):
+        super().__init__(config.features, **options)
+        self.norm = RMSNorm(config.features, epsilon=config.epsilon, **norm_options(options))
+        self.mixer = mixer
+
+    def init_state(self, batch_size: int) -> Any:
+        """The state of the mixer, or ()."""
+        mixer = self.mixer
+        return mixer.init_state(batch_size) if isinstance(mixer, SequenceLayer) else ()
+
+    def start(self, batch_size: int) -> Any:
+        mixer = self.mixer
+        return mixer.start(batch_size) if isinstance(mixer, SequenceLayer) else ()
+
+    def sequence(self, x, state, rows):
+        """Runs the mixer on the normed x, and adds its output."""
+        x = x.astype(self.computation_dtype(x))
+        n = self.norm(x)
+        if not isinstance(self.mixer, SequenceLayer):
+            return x + self.mixer(n), state
+        y, state = self.mixer.sequence(n, state, rows)
+        return x + y, state
+
+    def torch_layouts(self) -> Layouts:
+        """`hf` and `hf-file`, which differ in the keys of the experts."""
+        norm = rms_norm("norm", "norm")
+        stacked, single = "experts.{}_proj", "experts.{{}}.{}_proj.weight"
+        return {
+            layout: [
+                *norm,
+                *nested(self._rows(key.format("up"), key.format("down")), "mixer", "mixer"),
+            ]
+            for layout, key in (("hf", stacked), ("hf-file", single))
+        }
+
+    def _rows(self, up: str, down: str) -> Table:
+        """The rows of the mixer, with these keys of the experts' matrices."""
+        mixer: Any = self.mixer
+        if isinstance(mixer, Mamba2):
+            return mixer.torch_layouts()["mamba2"]
+        if isinstance(mixer, Attention):
+            return mixer.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")
+        if isinstance(mixer, MLP):
+            return mixer.rows("up_proj", "down_proj")
+        rows = mixer.rows("gate.weight", None, up, down, "gate.e_score_correction_bias")
+        rows += nested(mixer.shared.rows("up_proj", "down_proj"), "shared", "shared_experts")
+        if mixer.latent_in is None:
+            return rows
+        bias = mixer.latent_in.use_bias
+        rows += linear("latent_in", "fc1_latent_proj", bias=bias)
+        return rows + linear("latent_out", "fc2_latent_proj", bias=bias)
+
+
+class NemotronHLanguageModel(HybridLanguageModel):
+    """Token embedding → blocks with one part each → RMSNorm → head.
+
+        >>> model = NemotronHLanguageModelConfig(features=64, num_heads=2).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+        x ← x + mixer(norm(x))
+
+    The mixer of a block is a `Mamba2`, an `Attention` without positions, an `MLP` with the square
+    of the relu, or a mixture of such `Experts` beside a shared one. A sigmoid router chooses
+    experts with a bias. With `latent_features`, the experts read and write a projection of x.
+
+    Args:
+        config: the sizes. `NemotronHLanguageModelConfig.from_hf` reads them from a config.json.
+        **options: as for every layer. Matrices start as in transformers.
+
+    Layouts: `hf` (transformers' NemotronHForCausalLM) and `hf-file` (the files that it saves and
+    that NVIDIA published, whose keys begin with `backbone` and number the experts).
+
+    """
+
+    config: NemotronHLanguageModelConfig
