@@ -30,6 +30,7 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
+from jax_models.models.architecture import architectures
 from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
 from train.command import convert, generate
 from train.command.initial_weights import initialize
@@ -350,6 +351,16 @@ def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
+
+
+def test_nemotron_h_is_not_taken_for_a_mamba2(tmp_path):
+    """Both have blocks with the same keys. The weights that predict several tokens are left out."""
+    config = MODELS["nemotron_h"]
+    for layout in config.layouts:
+        weights = folder_of(config, tmp_path, layout, ["mtp.layers.0.mixer.q_proj.weight"])
+        assert [each for each in architectures() if each.recognizes(weights)] == [type(config)]
+        with pytest.warns(UserWarning, match=r"left out mtp\.\* \(1 weights\)$"):
+            assert load_pretrained(tmp_path).config == config
 
 
 def test_folders_without_the_model_are_refused(tmp_path):
