@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
+LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
@@ -55,6 +56,7 @@ CONFIGS = {
     "qwen3_5": Qwen35LanguageModelConfig,
     "olmo_hybrid": OLMoHybridLanguageModelConfig,
     "lfm2": LFM2LanguageModelConfig,
+    "lfm2_moe": LFM2LanguageModelConfig,
     "bamba": BambaLanguageModelConfig,
     "granitemoehybrid": GraniteLanguageModelConfig,
 }
@@ -78,6 +80,10 @@ def test_defaults_are_those_of_transformers():
         vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
         num_kv_heads=8, block_types=(FULL,),
     )  # fmt: skip
+    assert read(LFM2_MOE | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_heads=16, num_kv_heads=8,
+        num_experts=32, experts_per_token=4, expert_features=1792, use_expert_bias=True,
+    )  # fmt: skip
     mamba2 = {
         "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
         "mamba_heads": 32, "mamba_head_features": 1, "state_features": 256, "tied_head": False,
@@ -94,7 +100,11 @@ def test_defaults_are_those_of_transformers():
 
 
 @pytest.mark.parametrize(
-    "fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE, GRANITE_EXPERTS]
+    "fields",
+    [
+        *(QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, LFM2_MOE | {"num_key_value_heads": 2}),
+        *(BAMBA, GRANITE, GRANITE_EXPERTS),
+    ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
@@ -172,6 +182,13 @@ ROPE = "rope_parameters"
             "mlp_features",
             5768,
         ),
+        (LFM2_MOE, "num_dense_layers", 2),
+        (LFM2_MOE, "mlp_features", 20),
+        (LFM2_MOE | {"num_dense_layers": 0}, "num_dense_layers", 0),
+        (LFM2_MOE | {"use_expert_bias": False}, "use_expert_bias", False),
+        (LFM2_MOE | {"norm_topk_prob": False}, "normalize_experts", False),
+        (LFM2_MOE | {"routed_scaling_factor": 2}, "experts_scale", 2.0),
+        (LFM2_MOE | {"tie_embedding": False}, "tied_head", False),
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
@@ -191,6 +208,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (QWEN | {"num_experts": 8}, "num_experts: expected none, .* mixtures of experts .*got 8"),
+        (LFM2 | {"num_experts": 8}, "num_experts: expected none, .*in LFM2, got 8"),
+        (
+            LFM2_MOE | {"num_experts": 3, "num_key_value_heads": 2},
+            "experts_per_token: expected at .* 3, got 4",
+        ),
         (GRANITE | {"num_experts": 8}, "num_experts: expected none, .*Granite 4, got 8"),
         (BAMBA | {"num_local_experts": 8}, "num_local_experts: expected none, .*Bamba, got 8"),
         (
@@ -242,6 +264,15 @@ MODELS = {
         **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
     ),
     "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
+    "lfm2 with experts": LFM2LanguageModelConfig(
+        **small,
+        block_types=("conv", FULL),
+        num_experts=4,
+        experts_per_token=3,
+        expert_features=5,
+        num_dense_layers=1,
+        use_expert_bias=True,
+    ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
