@@ -4,7 +4,7 @@ __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
@@ -19,7 +19,16 @@ from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
-from jax_models.models.architecture import UNDETERMINED, Fields, Layout, Size, has, tied_head
+from jax_models.models.architecture import (
+    UNDETERMINED,
+    Checkpoint,
+    Fields,
+    Layout,
+    Size,
+    has,
+    tied_head,
+    whole_key,
+)
 from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import Index, LayerOptions, NormOptions, norm_options
@@ -440,6 +449,23 @@ def experts_sizes(experts: ExpertsKeys) -> dict[str, Any]:
         "experts_per_token": has(router, UNDETERMINED, ...),
         "expert_features": (Size(down, -1), ...),
     }
+
+
+def dense_layers(
+    router: str, convert: Callable[[Sequence[int]], Any] = tuple
+) -> Callable[[Checkpoint, Fields], Any]:
+    """A source for `Layout.sizes`: the blocks that have no router although others have one.
+
+    `convert` computes the field from their numbers.
+    """
+
+    def convert_numbers(checkpoint: Checkpoint, fields: Fields) -> Any:
+        if not fields["num_experts"]:
+            return ...
+        keys = [whole_key(checkpoint.layout, f"*.{router}", n) for n in checkpoint.numbers]
+        return convert([i for i, key in enumerate(keys) if key not in checkpoint.weights])
+
+    return convert_numbers
 
 
 def _state_features(channels: int, fields: Fields) -> int:

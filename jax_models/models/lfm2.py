@@ -13,7 +13,7 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
-from jax_models.models.architecture import Checkpoint, Fields, Size, has, tied_head, whole_key
+from jax_models.models.architecture import Size, has, tied_head
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
@@ -22,6 +22,7 @@ from jax_models.models.hybrid import (
     ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
+    dense_layers,
     experts_sizes,
     heads_of,
     model_layouts,
@@ -42,7 +43,11 @@ EXPERTS = ExpertsKeys(
 )
 """The keys of the experts in a `state_dict`."""
 FILE_EXPERTS = ExpertsKeys(
-    ROUTER, *(f"feed_forward.experts.{{}}.{name}.weight" for name in PROJECTIONS), EXPERT_BIAS
+    ROUTER,
+    "feed_forward.experts.{}.w1.weight",
+    "feed_forward.experts.{}.w3.weight",
+    "feed_forward.experts.{}.w2.weight",
+    EXPERT_BIAS,
 )
 """The keys of the experts in a saved file."""
 
@@ -52,20 +57,12 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     return {"conv": BlockKeys("conv", *keys), FULL: BlockKeys("self_attn", *keys)}
 
 
-def _dense_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
-    """The number of blocks without experts, if other blocks have experts."""
-    if not fields["num_experts"]:
-        return ...
-    routers = (whole_key(checkpoint.layout, f"*.{ROUTER}", n) for n in checkpoint.numbers)
-    return sum(router not in checkpoint.weights for router in routers)
-
-
 def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
     return {
         "mlp_features": (Size("*.feed_forward.w1.weight", 0), ...),
         **experts_sizes(experts),
         "use_expert_bias": has(f"*.{EXPERT_BIAS}"),
-        "num_dense_layers": _dense_layers,
+        "num_dense_layers": dense_layers(ROUTER, len),
         "block_types": kinds_by_key("*.conv.in_proj.weight", "conv", FULL),
         "head_features": rows("self_attn.q_layernorm.weight", rank=1),
         "num_heads": rows("self_attn.q_proj.weight", heads_of()),

@@ -80,7 +80,8 @@ GRANITE_SIZES = {
     "num_local_experts": 0,
     "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
 }
-QWEN, OLMO = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM"
+QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+OLMO = "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
@@ -99,6 +100,10 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 1.0},
             "tie_word_embeddings": True,
         },
+    ),
+    "Qwen3.5 with experts": (
+        QWEN_MOE,
+        {**SIZES, **HEADS, **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 9},
     ),
     "OLMo Hybrid": (OLMO, {**SIZES, **OLMO_HEADS}),
     "OLMo Hybrid, other options": (
@@ -183,7 +188,7 @@ MODELS: dict[str, tuple[str, Any]] = {
     ),
 }
 DEFAULTS = (
-    *("Qwen3.5", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
+    *("Qwen3.5", "Qwen3.5 with experts", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
     *("Granite 4", "Granite 4 with experts", "Bamba"),
 )
 STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
