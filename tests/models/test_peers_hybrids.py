@@ -81,7 +81,7 @@ GRANITE_SIZES = {
     "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
 }
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
-OLMO = "OlmoHybridForCausalLM"
+QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
@@ -104,6 +104,31 @@ MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5 with experts": (
         QWEN_MOE,
         {**SIZES, **HEADS, **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 9},
+    ),
+    "Qwen3-Next": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 12,
+            "shared_expert_intermediate_size": 9,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Qwen3-Next, other options": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "tie_word_embeddings": True,
+        },
     ),
     "OLMo Hybrid": (OLMO, {**SIZES, **OLMO_HEADS}),
     "OLMo Hybrid, other options": (
@@ -188,11 +213,13 @@ MODELS: dict[str, tuple[str, Any]] = {
     ),
 }
 DEFAULTS = (
-    *("Qwen3.5", "Qwen3.5 with experts", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
+    *("Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
     *("Granite 4", "Granite 4 with experts", "Bamba"),
 )
 STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
-WITH_EXPERTS = [name for name, (kind, _) in MODELS.items() if "Moe" in kind and kind != GRANITE]
+WITH_EXPERTS = [
+    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT)
+]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
