@@ -48,6 +48,7 @@ from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.bamba import *
 from jax_models.models.configs import *
+from jax_models.models.falcon_h1 import *
 from jax_models.models.generation import *
 from jax_models.models.gp import *
 from jax_models.models.granite import *

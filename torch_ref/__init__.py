@@ -35,6 +35,7 @@ from torch_ref.layers.self_attention import *
 from torch_ref.layers.short_convolution import *
 from torch_ref.layers.striped_hyena import *
 from torch_ref.models.bamba import *
+from torch_ref.models.falcon_h1 import *
 from torch_ref.models.generation import *
 from torch_ref.models.gp import *
 from torch_ref.models.granite import *

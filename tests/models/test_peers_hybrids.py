@@ -1,4 +1,4 @@
-"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4 and Bamba with transformers."""
+"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4, Bamba and Falcon-H1 with transformers."""
 
 import copy
 from functools import partial
@@ -79,8 +79,20 @@ GRANITE_SIZES = {
     "num_local_experts": 0,
     "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
 }
+FALCON_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],
+    "mlp_multipliers": [1.4, 0.7],
+}
 QWEN, OLMO, LFM2 = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "Lfm2ForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
+FALCON_H1 = "FalconH1ForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
     "Qwen3.5, other options": (
@@ -156,9 +168,26 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
         },
     ),
+    "Falcon-H1": (FALCON_H1, {**SIZES, **MAMBA2, **FALCON_MULTIPLIERS, "mamba_d_ssm": 24}),
+    "Falcon-H1, other options": (
+        FALCON_H1,
+        {
+            **SIZES,
+            **OTHER_MAMBA2,
+            **FALCON_MULTIPLIERS,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_theta": 50.0},
+        },
+    ),
 }
-DEFAULTS = ("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Granite 4 with experts", "Bamba")
-STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
+DEFAULTS = (
+    *("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Granite 4 with experts", "Bamba"),
+    "Falcon-H1",
+)
+STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1)]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
