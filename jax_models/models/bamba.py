@@ -3,7 +3,7 @@
 __all__ = ["BambaLanguageModel", "BambaLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
@@ -60,6 +60,14 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
 
     def build(self, **options: Unpack[NormOptions]) -> "BambaLanguageModel":
         return BambaLanguageModel(self, **options)
+
+    @classmethod
+    def recognizes(cls, keys: Iterable[str]) -> bool:
+        """Whether these are keys of Bamba, whose blocks have one mixer. Falcon-H1's have two."""
+        names = {*keys}
+        attention, mamba = "self_attn.q_proj.weight", "mamba.A_log"
+        beside = {key.replace(attention, mamba) for key in names if key.endswith(attention)}
+        return super().recognizes(names) and not beside & names
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

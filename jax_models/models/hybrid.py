@@ -301,12 +301,12 @@ class Mamba2HybridConfig(HybridConfig):
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Fills in sizes that depend on others."""
-        inner, heads = given["mamba_expand"] * given["hidden_size"], given["mamba_n_heads"]
+        inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
         size = given.get("mamba_d_head", "auto")
         size = inner // heads if size == "auto" else size
         if size * heads != inner:
             raise ValueError(
-                "config: mamba_d_head: expected mamba_expand · hidden_size / mamba_n_heads = "
+                "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
                 f"{inner} / {heads}, got {size}"
             )
         # A null means as many heads of keys as of queries, even if another number is the default.
@@ -315,14 +315,23 @@ class Mamba2HybridConfig(HybridConfig):
         sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
         return super().converted(given, config) | sizes
 
+    @classmethod
+    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """The size of all heads of a Mamba-2 together."""
+        return given["mamba_expand"] * given["hidden_size"]
+
     def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | self.inner_to_hf()
+
+    def inner_to_hf(self) -> dict[str, Any]:
+        """The field of the config.json from which `inner_features` reads this size."""
         inner, features = self.mamba_heads * self.mamba_head_features, self.features
         if inner % features:
             raise ValueError(
                 "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
                 f"features = {features}, as in transformers, got {inner}"
             )
-        return super().to_hf() | {"mamba_expand": inner // features}
+        return {"mamba_expand": inner // features}
 
     def attention(self, **options: Any) -> SequenceLayer:
         bias = self.attention_bias
@@ -483,8 +492,9 @@ MAMBA2_SIZES: Mapping[str, Any] = {
     "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
     "attention_bias": has("*.self_attn.q_proj.bias"),
     "mamba_heads": rows("mamba.A_log", rank=1),
-    "mamba_head_features": rows(
-        "mamba.norm.weight", lambda size, fields: size // fields["mamba_heads"], rank=1
+    "mamba_head_features": (
+        Size("*.mamba.out_proj.weight", 1, 2, lambda size, fields: size // fields["mamba_heads"]),
+        ...,
     ),
     "num_groups": UNDETERMINED,
     "state_features": rows("mamba.conv1d.weight", _state_features, rank=3),

@@ -1,10 +1,13 @@
 """Compares layers with those of transformers.
 
-Gated DeltaNet is that of Qwen3-Next, Mamba-2 is also that of Falcon-H1, and attention is that of
-StarCoder2 and Qwen3. The projections of Qwen3-Next are in another order.
+Gated DeltaNet is that of Qwen3-Next, Mamba is also that of FalconMamba and Jamba, Mamba-2 is also
+that of Falcon-H1, and attention is that of StarCoder2 and Qwen3. The projections of Qwen3-Next are
+in another order.
 `tests/models/test_peers_hybrids.py` compares the layers of the hybrids, inside their models.
 """
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import Attention, GatedDeltaNet, Mamba2, from_torch, to_torch
+from jax_models import Attention, GatedDeltaNet, Mamba, Mamba2, from_torch, to_torch
 from parity_tests import assert_parity
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -40,6 +43,27 @@ MAMBAS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"use_bias": True, "kernel_size": 3, "dt_limits": (0.4, 0.9)},
     ),
     ({"use_conv_bias": False, "n_groups": 1}, {"conv_bias": False, "num_groups": 1}),
+]
+MAMBA = {"state_size": 5, "time_step_rank": 3, "conv_kernel": 3}
+SELECTIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("MambaMixer", {"model_type": "mamba", **MAMBA}, {}),
+    (
+        "FalconMambaMixer",
+        {"model_type": "falcon_mamba", **MAMBA, "mixer_rms_eps": 1e-3, "use_conv_bias": False},
+        {"norm": "plain", "epsilon": 1e-3, "conv_bias": False},
+    ),
+    (
+        "JambaMambaMixer",
+        {
+            "model_type": "jamba",
+            "mamba_d_state": 5,
+            "mamba_dt_rank": 3,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        {"norm": "scaled", "epsilon": 1e-3, "use_bias": True},
+    ),
 ]
 ATTENTION = {
     "hidden_size": 24,
@@ -104,7 +128,21 @@ def test_mamba2_is_that_of_transformers(config, options):
     module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     sizes = {"hidden_size": 12, "num_heads": 6, "head_dim": 4, "state_size": 5, "n_groups": 3}
     config = transformers.Mamba2Config(**sizes | config, num_hidden_layers=1, chunk_size=32)
-    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), HEADS | options)
+    layer = partial(Mamba2, 12, **HEADS | options)
+    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), layer, "mamba2")
+
+
+@pytest.mark.parametrize(("mixer", "config", "options"), SELECTIVE)
+def test_mamba_is_that_of_transformers(mixer, config, options):
+    """FalconMamba has norms without weights, and Jamba has norms with weights."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip(f"transformers.models.{config['model_type']}")
+    config = transformers.AutoConfig.for_model(hidden_size=12, **config)
+    layer = partial(Mamba, 12, state_features=5, dt_rank=3, kernel_size=3, **options)
+    mixer = getattr(import_module(f"{module.__name__}.modeling_{config.model_type}"), mixer)
+    # FalconMamba's mixer cannot initialize its weights alone.
+    alone = {} if config.model_type == "jamba" else {"initialize_mixer_weights": False}
+    assert_is_mixer(mixer(config, layer_idx=0, **alone), layer, "mamba")
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -119,17 +157,18 @@ def test_mamba2_is_that_of_falcon_h1(has_norm):
     )
     peer = module.FalconH1Mixer(config, layer_idx=0)
     peer.mup_vector = torch.ones(peer.in_proj.out_features)
-    assert_is_mixer(peer, HEADS | {"use_norm": has_norm, "norm_before_gate": True})
+    options = HEADS | {"use_norm": has_norm, "norm_before_gate": True}
+    assert_is_mixer(peer, partial(Mamba2, 12, **options), "mamba2")
 
 
-def assert_is_mixer(peer: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Asserts that a Mamba-2 with these options computes what a mixer of transformers does."""
+def assert_is_mixer(peer: torch.nn.Module, layer: Callable[..., Any], layout: str) -> None:
+    """Asserts that a layer computes what a mixer of transformers does."""
     peer = peer.double().eval()
     rng = randomise(peer)
     with jax.enable_x64(True):
-        layer = Mamba2(12, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
+        built = layer(param_dtype=np.float64, rngs=nnx.Rngs(0))
     x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, layer, x, weights="mamba2", call=call, dtypes=["float64"])
+    assert_parity(peer, built, x, weights=layout, call=call, dtypes=["float64"])
 
 
 @pytest.mark.parametrize(("family", "config", "options"), ATTENTIONS)

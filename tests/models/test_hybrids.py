@@ -17,6 +17,7 @@ import train.command.train as train_command
 from jax_models import (
     BambaLanguageModelConfig,
     Experts,
+    FalconH1LanguageModelConfig,
     GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
@@ -53,6 +54,7 @@ MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
+FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 CONFIGS = {
     "qwen3_5_text": Qwen35LanguageModelConfig,
@@ -65,6 +67,7 @@ CONFIGS = {
     "lfm2_moe": LFM2LanguageModelConfig,
     "bamba": BambaLanguageModelConfig,
     "granitemoehybrid": GraniteLanguageModelConfig,
+    "falcon_h1": FalconH1LanguageModelConfig,
 }
 
 
@@ -113,8 +116,15 @@ def test_defaults_are_those_of_transformers():
     assert read(GRANITE | few_heads) == GraniteLanguageModelConfig(
         **mamba2, mlp_features=7, num_kv_heads=4, epsilon=1e-6
     )
-    without = {name: value for name, value in BAMBA.items() if name != "num_key_value_heads"}
-    assert read(without).num_kv_heads == 8
+    assert read(FALCON_H1 | {"mamba_n_heads": 8, "mamba_d_state": None}) == (
+        FalconH1LanguageModelConfig(
+            vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=2,
+            mamba_heads=8, mamba_head_features=3, state_features=256, tied_head=False,
+        )
+    )  # fmt: skip
+    for fields in (BAMBA, FALCON_H1):
+        without = {name: value for name, value in fields.items() if name != "num_key_value_heads"}
+        assert read(without | {"num_attention_heads": 8}).num_kv_heads == 8
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,7 @@ def test_defaults_are_those_of_transformers():
         BAMBA,
         GRANITE,
         GRANITE_EXPERTS,
+        FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
@@ -193,6 +204,18 @@ ROPE = "rope_parameters"
         (GRANITE | {"residual_multiplier": 0.22}, "residual_multiplier", 0.22),
         (GRANITE | {"logits_scaling": 6}, "logits_scaling", 6.0),
         (GRANITE | {"num_local_experts": None}, "num_experts", 0),
+        (FALCON_H1, "mixings", ["hybrid"] * 6),
+        (FALCON_H1, "mamba_head_features", 3),
+        (FALCON_H1 | {"mamba_d_ssm": None}, "mamba_head_features", 4),
+        (
+            {name: value for name, value in FALCON_H1.items() if name != "mamba_d_ssm"},
+            "mamba_head_features",
+            128,
+        ),
+        (FALCON_H1 | {"ssm_multipliers": None}, "mamba_multipliers", (1.0,) * 5),
+        (FALCON_H1 | {"mlp_multipliers": [0.5, 2]}, "mlp_multipliers", (0.5, 2.0)),
+        (FALCON_H1 | {"lm_head_multiplier": 0.5}, "head_multiplier", 0.5),
+        (FALCON_H1 | {"projectors_bias": True}, "mamba_out_bias", True),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -260,6 +283,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
+        (FALCON_H1 | {"mamba_d_head": 4}, r"mamba_d_head: expected .* = 24 / 8, got 4"),
+        (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -327,6 +352,13 @@ MODELS = {
         use_expert_bias=True,
     ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
+    "falcon_h1": FalconH1LanguageModelConfig(
+        **small,
+        mamba_heads=4,
+        mamba_head_features=5,
+        mamba_norm=True,
+        mamba_multipliers=(0.1, 0.2, 0.3, 0.4, 0.5),
+    ),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5

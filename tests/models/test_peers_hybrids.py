@@ -1,4 +1,4 @@
-"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4 and Bamba with transformers."""
+"""Compares Qwen3.5, OLMo Hybrid, LFM2, Granite 4, Bamba and Falcon-H1 with transformers."""
 
 import copy
 from functools import partial
@@ -80,10 +80,22 @@ GRANITE_SIZES = {
     "num_local_experts": 0,
     "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
 }
+FALCON_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],
+    "mlp_multipliers": [1.4, 0.7],
+}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
+FALCON_H1 = "FalconH1ForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
     "Qwen3.5, other options": (
@@ -211,12 +223,26 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
         },
     ),
+    "Falcon-H1": (FALCON_H1, {**SIZES, **MAMBA2, **FALCON_MULTIPLIERS, "mamba_d_ssm": 24}),
+    "Falcon-H1, other options": (
+        FALCON_H1,
+        {
+            **SIZES,
+            **OTHER_MAMBA2,
+            **FALCON_MULTIPLIERS,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_theta": 50.0},
+        },
+    ),
 }
 DEFAULTS = (
     *("Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
-    *("Granite 4", "Granite 4 with experts", "Bamba"),
+    *("Granite 4", "Granite 4 with experts", "Bamba", "Falcon-H1"),
 )
-STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA)]
+STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1)]
 WITH_EXPERTS = [
     name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT)
 ]

@@ -178,6 +178,7 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["GraniteLanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["GraniteLanguageModel, experts"], "experts_per_token", FOLDER),
         (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
+        (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):

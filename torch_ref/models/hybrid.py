@@ -81,9 +81,9 @@ class StackedExperts(nn.Module):
         return y
 
 
-def mamba2_of(config: Any) -> Mamba2:
-    """Builds the Mamba-2 of a block."""
-    return Mamba2(
+def mamba2_of(config: Any, layer: type[Mamba2] = Mamba2, **options: Any) -> Mamba2:
+    """Builds the Mamba-2 of a block. `options` are arguments that only some models have."""
+    return layer(
         config.features,
         num_heads=config.mamba_heads,
         head_features=config.mamba_head_features,
@@ -94,4 +94,5 @@ def mamba2_of(config: Any) -> Mamba2:
         conv_bias=config.conv_bias,
         dt_limits=config.dt_limits,
         epsilon=config.epsilon,
+        **options,
     )
