@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
+from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import Size, has
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     MAMBA2_SIZES,
     BlockKeys,
-    BlockMLP,
     HybridLanguageModel,
     Mamba2HybridConfig,
     model_layouts,
@@ -100,7 +100,7 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
         theta = self.rope_theta if rotated else None
         return super().attention(rotary_features=rotated, rope_theta=theta, **options)
 
-    def mlp(self, **options: Any) -> BlockMLP:
+    def mlp(self, **options: Any) -> GatedMLP:
         return super().mlp(use_bias=self.mlp_bias, **options)
 
 

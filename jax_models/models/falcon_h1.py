@@ -18,7 +18,6 @@ from jax_models.models.hybrid import (
     FULL,
     MAMBA2_SIZES,
     BlockKeys,
-    BlockMLP,
     HybridLanguageModel,
     Mamba2HybridConfig,
     model_layouts,
@@ -189,7 +188,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
         assert isinstance(attention, Attention)
         return FalconH1Mixer(self, mamba, attention, **options)
 
-    def mlp(self, **options: Any) -> BlockMLP:
+    def mlp(self, **options: Any) -> GatedMLP:
         mlp = GatedMLP(
             self.features, self.mlp_features, use_bias=self.mlp_bias, activation="silu", **options
         )

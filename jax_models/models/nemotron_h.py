@@ -284,7 +284,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         return {"layers_block_type" if k == "layer_types" else k: v for k, v in fields.items()}
 
     def block(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, kind: str, **options: Unpack[LayerOptions]
+        self, kind: str, number: int, **options: Unpack[LayerOptions]
     ) -> "NemotronHBlock":
         build: dict[str, Any] = {
             LINEAR: self.mixer,

@@ -23,6 +23,7 @@ from jax_models import (
     LFM2LanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
+    Qwen3NextLanguageModelConfig,
     Qwen35LanguageModelConfig,
     RMSNorm,
     ShortConvolution,
@@ -47,8 +48,11 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
+QWEN_MOE = SIZES | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 7}
+QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
+LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
@@ -59,8 +63,12 @@ GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 CONFIGS = {
     "qwen3_5_text": Qwen35LanguageModelConfig,
     "qwen3_5": Qwen35LanguageModelConfig,
+    "qwen3_5_moe_text": Qwen35LanguageModelConfig,
+    "qwen3_5_moe": Qwen35LanguageModelConfig,
+    "qwen3_next": Qwen3NextLanguageModelConfig,
     "olmo_hybrid": OLMoHybridLanguageModelConfig,
     "lfm2": LFM2LanguageModelConfig,
+    "lfm2_moe": LFM2LanguageModelConfig,
     "bamba": BambaLanguageModelConfig,
     "granitemoehybrid": GraniteLanguageModelConfig,
     "falcon_h1": FalconH1LanguageModelConfig,
@@ -78,6 +86,18 @@ def test_defaults_are_those_of_transformers():
         num_kv_heads=4, num_key_heads=16, num_value_heads=32, key_features=128,
         value_features=128, tied_head=False,
     )  # fmt: skip
+    assert read(QWEN_MOE) == Qwen35LanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=7, head_features=256,
+        num_kv_heads=2, num_key_heads=16, num_value_heads=32, key_features=128,
+        value_features=128, tied_head=False, num_experts=256, experts_per_token=8,
+        expert_features=512,
+    )  # fmt: skip
+    assert read(QWEN_NEXT) == Qwen3NextLanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
+        num_kv_heads=2, num_key_heads=16, num_value_heads=32, key_features=128,
+        value_features=128, tied_head=False, num_experts=512, experts_per_token=10,
+        expert_features=512, shared_features=512,
+    )  # fmt: skip
     assert read(OLMO) == OLMoHybridLanguageModelConfig(
         vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=4,
         num_key_heads=4, num_value_heads=4, key_features=3, value_features=6, tied_head=False,
@@ -85,6 +105,10 @@ def test_defaults_are_those_of_transformers():
     assert read(LFM2 | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
         vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
         num_kv_heads=8, block_types=(FULL,),
+    )  # fmt: skip
+    assert read(LFM2_MOE | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
+        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_heads=16, num_kv_heads=8,
+        num_experts=32, experts_per_token=4, expert_features=1792, use_expert_bias=True,
     )  # fmt: skip
     mamba2 = {
         "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
@@ -117,7 +141,15 @@ def test_defaults_are_those_of_transformers():
 @pytest.mark.parametrize(
     "fields",
     [
-        *(QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE, GRANITE_EXPERTS),
+        QWEN,
+        QWEN_MOE,
+        QWEN_NEXT | {"mlp_only_layers": [1]},
+        OLMO,
+        LFM2 | {"num_key_value_heads": 2},
+        LFM2_MOE | {"num_key_value_heads": 2},
+        BAMBA,
+        GRANITE,
+        GRANITE_EXPERTS,
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
     ],
@@ -144,6 +176,11 @@ ROPE = "rope_parameters"
         (QWEN | {"partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
         (QWEN | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (QWEN | {"tie_word_embeddings": True}, "tied_head", True),
+        (QWEN_MOE | {"num_experts_per_tok": 3}, "experts_per_token", 3),
+        (QWEN_NEXT | {"norm_topk_prob": False}, "normalize_experts", False),
+        (QWEN_NEXT | {"decoder_sparse_step": 2}, "dense_layers", (0, 2, 4)),
+        (QWEN_NEXT | {"mlp_only_layers": [3, 1, 9]}, "dense_layers", (1, 3)),
+        (QWEN_NEXT | {"mlp_only_layers": None}, "dense_layers", ()),
         (OLMO | {ROPE: None}, "rope_theta", 1e4),
         (OLMO | {ROPE: {}}, "rope_theta", 1e4),
         (OLMO | {ROPE: {"rope_theta": None}}, "rope_theta", None),
@@ -220,6 +257,13 @@ ROPE = "rope_parameters"
             "mlp_features",
             5768,
         ),
+        (LFM2_MOE, "num_dense_layers", 2),
+        (LFM2_MOE, "mlp_features", 20),
+        (LFM2_MOE | {"num_dense_layers": 0}, "num_dense_layers", 0),
+        (LFM2_MOE | {"use_expert_bias": False}, "use_expert_bias", False),
+        (LFM2_MOE | {"norm_topk_prob": False}, "normalize_experts", False),
+        (LFM2_MOE | {"routed_scaling_factor": 2}, "experts_scale", 2.0),
+        (LFM2_MOE | {"tie_embedding": False}, "tied_head", False),
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
@@ -239,6 +283,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (QWEN | {"num_experts": 8}, "num_experts: expected none, .* mixtures of experts .*got 8"),
+        (LFM2 | {"num_experts": 8}, "num_experts: expected none, .*in LFM2, got 8"),
+        (
+            LFM2_MOE | {"num_experts": 3, "num_key_value_heads": 2},
+            "experts_per_token: expected at .* 3, got 4",
+        ),
         (GRANITE | {"num_experts": 8}, "num_experts: expected none, .*Granite 4, got 8"),
         (BAMBA | {"num_local_experts": 8}, "num_local_experts: expected none, .*Bamba, got 8"),
         (
@@ -246,6 +295,12 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             "experts_per_token: expected at .* 6, got 7",
         ),
         (LFM2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*got fp8"),
+        (
+            QWEN_MOE | {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size: expected an integer, got None",
+        ),
+        (QWEN_NEXT | {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive"),
+        (QWEN | {"model_type": "qwen3_5_moe"}, "text_config: expected an object, got None"),
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
@@ -286,14 +341,40 @@ mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features"
 granite = GraniteLanguageModelConfig(
     **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
 )
+qwen = Qwen35LanguageModelConfig(
+    **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
+)
+qwen3_next = Qwen3NextLanguageModelConfig(
+    **small,
+    head_features=4,
+    num_experts=4,
+    expert_features=5,
+    shared_features=3,
+    block_types=(LINEAR, FULL),
+    num_key_heads=2,
+    key_features=3,
+    value_features=5,
+)
 MODELS = {
-    "qwen3_5_text": Qwen35LanguageModelConfig(
-        **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
+    "qwen3_5_text": qwen,
+    "qwen3_5_text with experts": replace(
+        qwen, num_experts=4, experts_per_token=3, expert_features=5
     ),
+    "qwen3_next": qwen3_next,
+    "qwen3_next with an MLP": replace(qwen3_next, dense_layers=(1,)),
     "olmo_hybrid": OLMoHybridLanguageModelConfig(
         **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
     ),
     "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
+    "lfm2 with experts": LFM2LanguageModelConfig(
+        **small,
+        block_types=("conv", FULL),
+        num_experts=4,
+        experts_per_token=3,
+        expert_features=5,
+        num_dense_layers=1,
+        use_expert_bias=True,
+    ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "falcon_h1": FalconH1LanguageModelConfig(
         **small,
@@ -336,10 +417,14 @@ def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
             assert array.tobytes() == weights[key].tobytes(), key
 
 
-def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
-    config = MODELS["qwen3_5_text"]
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_text with experts")],
+)
+def test_the_text_part_of_a_multimodal_folder_is_read(model_type, name, tmp_path):
+    config = MODELS[name]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
-    fields = {"model_type": "qwen3_5", "text_config": config.to_hf(), "tie_word_embeddings": True}
+    fields = {"model_type": model_type, "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"

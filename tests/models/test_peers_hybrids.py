@@ -72,6 +72,7 @@ MULTIPLIERS = {
     "attention_multiplier": 0.8,
     "logits_scaling": 4.0,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 7}
 GRANITE_SIZES = {
     **SIZES,
     **MULTIPLIERS,
@@ -90,7 +91,9 @@ FALCON_MULTIPLIERS = {
     "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],
     "mlp_multipliers": [1.4, 0.7],
 }
-QWEN, OLMO, LFM2 = "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "Lfm2ForCausalLM"
+QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
+LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 NEMOTRON_SIZES = {
@@ -132,6 +135,35 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen3.5 with experts": (
+        QWEN_MOE,
+        {**SIZES, **HEADS, **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 9},
+    ),
+    "Qwen3-Next": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 12,
+            "shared_expert_intermediate_size": 9,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Qwen3-Next, other options": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "tie_word_embeddings": True,
+        },
+    ),
     "OLMo Hybrid": (OLMO, {**SIZES, **OLMO_HEADS}),
     "OLMo Hybrid, other options": (
         OLMO,
@@ -156,6 +188,29 @@ MODELS: dict[str, tuple[str, Any]] = {
             "conv_bias": True,
             "conv_L_cache": 4,
             "rope_parameters": {"rope_theta": 50.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "LFM2 with experts": (
+        LFM2_MOE,
+        {
+            **SIZES,
+            **EXPERTS,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "LFM2 with experts, other options": (
+        LFM2_MOE,
+        {
+            **SIZES,
+            **EXPERTS,
+            "layer_types": ["conv", FULL, FULL, "conv"],
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
             "tie_word_embeddings": False,
         },
     ),
@@ -224,11 +279,14 @@ MODELS: dict[str, tuple[str, Any]] = {
     ),
 }
 DEFAULTS = (
-    *("Qwen3.5", "OLMo Hybrid", "LFM2", "Granite 4", "Granite 4 with experts", "Bamba"),
-    *("Falcon-H1", "Nemotron-H"),
+    *("Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
+    *("Granite 4", "Granite 4 with experts", "Bamba", "Falcon-H1", "Nemotron-H"),
 )
 STATE_SPACES = [
     name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
+]
+WITH_EXPERTS = [
+    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
@@ -236,8 +294,12 @@ TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chun
 def randomise(model: torch.nn.Module) -> None:
     """Draws all matrices, norms, decays and biases, with values that are exact in bfloat16."""
     rng = np.random.default_rng(0)
-    buffers = (pair for pair in model.named_buffers() if "correction_bias" in pair[0])
-    for name, parameter in (*model.named_parameters(), *buffers):
+    biases = [
+        each
+        for each in model.named_buffers()
+        if each[0].endswith(("expert_bias", "correction_bias"))
+    ]
+    for name, parameter in [*model.named_parameters(), *biases]:
         fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
         draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
         if "norm" in name and parameter.ndim == 1 and parameter.min() == 1:
@@ -307,9 +369,9 @@ def test_the_twin_computes_what_transformers_does(hf, folder):
         assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
 
 
-@pytest.mark.parametrize("hf", STATE_SPACES, indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
-    """Biases of the projections of a Mamba-2 leak left pads into its state in transformers 5.24."""
+    """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
     config = load_pretrained(folder).config
     expected = logits_of(hf, TOKENS)
     with jax.enable_x64(True):
@@ -325,7 +387,8 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
     theirs = logits_of(hf, padded, attention_mask=torch.as_tensor(is_text, dtype=torch.long))
     read = logits_of(hf, TOKENS[:1, :-7])[0]
     assert_close(ours[0, 7:], read)
-    if getattr(config, "mamba_bias", False):
+    is_short = isinstance(hf, transformers.Lfm2MoeForCausalLM)
+    if config.conv_bias if is_short else getattr(config, "mamba_bias", False):
         assert np.abs(theirs[0, 7:] - read).max() > 0.05 * np.abs(read).max()
     else:
         assert_close(theirs[is_text], ours[is_text])
