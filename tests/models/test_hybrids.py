@@ -1,7 +1,6 @@
 """The hybrids read the config.json and the folders of transformers, or refuse them in one line."""
 
 import json
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import train.command.train as train_command
 from jax_models import (
     BambaLanguageModelConfig,
     GraniteLanguageModelConfig,
@@ -23,8 +21,10 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
-from train.command import convert, generate
+from jax_models.models.load import config_of
+from train.command import convert
 from train.command.initial_weights import initialize
+from train.command.pretrained import read_model
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
@@ -44,47 +44,11 @@ MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7}
-CONFIGS = {
-    "qwen3_5_text": Qwen35LanguageModelConfig,
-    "qwen3_5": Qwen35LanguageModelConfig,
-    "olmo_hybrid": OLMoHybridLanguageModelConfig,
-    "lfm2": LFM2LanguageModelConfig,
-    "bamba": BambaLanguageModelConfig,
-    "granitemoehybrid": GraniteLanguageModelConfig,
-}
 
 
 def read(fields: dict[str, Any]) -> Any:
-    return CONFIGS[fields["model_type"]].from_hf(fields)
-
-
-def test_defaults_are_those_of_transformers():
-    assert read(QWEN) == Qwen35LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
-        num_kv_heads=4, num_key_heads=16, num_value_heads=32, key_features=128,
-        value_features=128, tied_head=False,
-    )  # fmt: skip
-    assert read(OLMO) == OLMoHybridLanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=4,
-        num_key_heads=4, num_value_heads=4, key_features=3, value_features=6, tied_head=False,
-    )  # fmt: skip
-    assert read(LFM2 | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
-        num_kv_heads=8, block_types=(FULL,),
-    )  # fmt: skip
-    mamba2 = {
-        "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
-        "mamba_heads": 32, "mamba_head_features": 1, "state_features": 256, "tied_head": False,
-    }  # fmt: skip
-    few_heads = {"mamba_n_heads": 32, "num_key_value_heads": None}
-    assert read(BAMBA | few_heads) == BambaLanguageModelConfig(
-        **mamba2, mlp_features=20, num_kv_heads=4, epsilon=1e-5
-    )
-    assert read(GRANITE | few_heads) == GraniteLanguageModelConfig(
-        **mamba2, mlp_features=7, num_kv_heads=4, epsilon=1e-6
-    )
-    without = {name: value for name, value in BAMBA.items() if name != "num_key_value_heads"}
-    assert read(without).num_kv_heads == 8
+    """The config of a config.json."""
+    return config_of({}, fields)
 
 
 @pytest.mark.parametrize("fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE])
@@ -103,32 +67,21 @@ ROPE = "rope_parameters"
     ("fields", "field", "value"),
     [
         (QWEN | {"full_attention_interval": 2}, "block_types", (LINEAR, FULL)),
-        (QWEN | {"layer_types": [LINEAR, LINEAR, FULL] * 2}, "block_types", (LINEAR, LINEAR, FULL)),
         (QWEN | {"rope_theta": 7.0}, "rope_theta", 7.0),
         (QWEN | {"rope_theta": 7.0, ROPE: {"rope_theta": 8.0}}, "rope_theta", 8.0),
         (QWEN | {"partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
-        (QWEN | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
-        (QWEN | {"tie_word_embeddings": True}, "tied_head", True),
         (OLMO | {ROPE: None}, "rope_theta", 1e4),
-        (OLMO | {ROPE: {}}, "rope_theta", 1e4),
-        (OLMO | {ROPE: {"rope_theta": None}}, "rope_theta", None),
         (OLMO | {"rope_theta": None}, "rope_theta", None),
         (OLMO | {"rope_theta": None, ROPE: {"rope_theta": 7.0}}, "rope_theta", 7.0),
         (OLMO | {"num_hidden_layers": 2}, "block_types", (LINEAR, FULL)),
         (OLMO | {"num_hidden_layers": 1}, "block_types", (FULL,)),
         (OLMO | {"full_attention_interval": 2}, "mixings", [LINEAR] * 3 + [FULL] + [LINEAR] * 2),
-        (OLMO | {"linear_allow_neg_eigval": False}, "negative_eigenvalues", False),
         (LFM2 | {"full_attn_idxs": [2, 5]}, "block_types", ("conv", "conv", FULL)),
-        (LFM2, "block_types", (FULL,)),
-        (LFM2, "rope_theta", 1e6),
-        (LFM2, "tied_head", True),
         (LFM2 | {"tie_embedding": False}, "tied_head", False),
         (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
-        (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
         (BAMBA | {"partial_rotary_factor": 1.0}, "rotary_fraction", 0.5),
-        (BAMBA | {ROPE: {"partial_rotary_factor": 1.0}}, "rotary_fraction", 1.0),
         (BAMBA | {"mamba_d_head": "auto"}, "mamba_head_features", 4),
         (BAMBA | {"mamba_d_head": 2, "mamba_expand": 1}, "mamba_head_features", 2),
         (BAMBA | {"time_step_limit": [0.1, float("inf")]}, "dt_limits", (0.1, float("inf"))),
@@ -137,17 +90,12 @@ ROPE = "rope_parameters"
             "block_types",
             (LINEAR, FULL),
         ),
-        (GRANITE | {"layer_types": [LINEAR, FULL] * 3}, "block_types", (LINEAR, FULL)),
-        (GRANITE | {"rope_theta": 7.0}, "rope_theta", None),
         (GRANITE | {"rope_theta": 7.0, "position_embedding_type": "nope"}, "rope_theta", None),
         (GRANITE | {"rope_theta": 7.0, "position_embedding_type": "rope"}, "rope_theta", 7.0),
         (GRANITE | {"position_embedding_type": "rope"}, "rope_theta", 10_000.0),
-        (GRANITE | {"residual_multiplier": 0.22}, "residual_multiplier", 0.22),
-        (GRANITE | {"logits_scaling": 6}, "logits_scaling", 6.0),
         (LFM2 | {"block_auto_adjust_ff_dim": False}, "mlp_features", 20),
         (LFM2 | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 9}, "mlp_features", 9),
         (LFM2 | {"block_ffn_dim_multiplier": None}, "mlp_features", 13),
-        (LFM2 | {"block_multiple_of": 4}, "mlp_features", 16),
         (
             LFM2 | {"block_ff_dim": 6656, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8},
             "mlp_features",
@@ -156,6 +104,7 @@ ROPE = "rope_parameters"
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
+    """`test_peers_hybrids.py` reads the fields and the defaults of transformers' own folders."""
     assert getattr(read({"num_key_value_heads": 2, **fields}), field) == value
 
 
@@ -223,33 +172,23 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
-    config = replace(MODELS[name], tied_head=tied)
-    for layout in config.layouts:
-        weights = folder_of(config, tmp_path, layout)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model = load_pretrained(tmp_path)
-        assert model.config == config
-        for key, array in to_torch(model, layout).items():
-            assert array.tobytes() == weights[key].tobytes(), key
-
-
-def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
+def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(tmp_path):
     config = MODELS["qwen3_5_text"]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
     fields = {"model_type": "qwen3_5", "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
+    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
     with pytest.warns(UserWarning, match=listed):
-        model = load_pretrained(tmp_path)
-    assert model.config == config
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
+        read = load_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=listed) as warned:
+        initialize(trainer, tmp_path)
+    assert len(warned) == 1
+    assert read.config == config
+    for model in (read, trainer.model(trainer.initial_params)):
+        for key, array in to_torch(model, "multimodal-file").items():
+            assert array.tobytes() == weights[key].tobytes(), key
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
@@ -266,19 +205,6 @@ def test_folders_without_the_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
         load_pretrained(tmp_path)
-
-
-def test_a_multimodal_folder_is_fine_tuned(tmp_path):
-    """Training leaves out the other parts, too, and says so once."""
-    config = MODELS["qwen3_5_text"]
-    weights = folder_of(config, tmp_path, "multimodal-file", ["mtp.x", "model.visual.x"])
-    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
-    with pytest.warns(UserWarning, match="left out") as warned:
-        initialize(trainer, tmp_path)
-    assert len(warned) == 1
-    model = trainer.model(trainer.initial_params)
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
 
 
 @pytest.mark.parametrize(
@@ -329,25 +255,14 @@ BAD_FOLDERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
-def test_every_command_refuses_a_folder_in_one_line(fields, change, message, tmp_path):
-    folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")
-    folder.mkdir()
-    text.write_text("a few words " * 100)
-    folder_of(MODELS["lfm2"], folder, "hf-file", **fields)
+def test_commands_refuse_a_folder_in_one_line(fields, change, message, tmp_path):
+    folder_of(MODELS["lfm2"], tmp_path, "hf-file", **fields)
     if change is not None:
-        change(folder)
-    given = str(folder)
-    for main, args in (
-        (generate.main, ["--weights", given, "--prompt-tokens", "1"]),
-        (convert.main, ["--from", given, "--to", out]),
-        (train_command.main, ["--init", given, "--text", str(text), "--out", out]),
-    ):
-        with pytest.raises(CommandLineError, match=message) as error:
-            main(args)
-        assert "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
+        change(tmp_path)
+    with pytest.raises(CommandLineError, match=message) as error:
+        read_model(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_three_convolutions_in_any_division_are_read(tmp_path):

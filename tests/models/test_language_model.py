@@ -36,22 +36,11 @@ def tokens(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 20, shape)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_sampling_follows_the_distribution(dtype):
-    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])).astype(dtype)
-    logits = jnp.broadcast_to(logits, (20_000, 4))
-
-    def frequencies(**options):
-        drawn = np.asarray(sample(logits, KEY, **options))
-        return np.bincount(drawn, minlength=4) / len(drawn)
-
-    np.testing.assert_allclose(frequencies(), [0.5, 0.3, 0.15, 0.05], atol=0.015)
-    np.testing.assert_allclose(frequencies(top_k=2), [0.625, 0.375, 0, 0], atol=0.015)
-    squared = np.array([0.25, 0.09, 0.0225, 0.0025])
-    np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
-    np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
-    hot = frequencies(temperature=3e38, top_k=2)
-    np.testing.assert_allclose(hot, [0.5, 0.5, 0, 0], atol=0.015)
+def test_a_high_temperature_makes_the_kept_tokens_equally_likely():
+    """`test_generation.py` compares other options with transformers."""
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), (20_000, 4))
+    drawn = np.asarray(sample(logits, KEY, temperature=3e38, top_k=2))
+    np.testing.assert_allclose(np.bincount(drawn) / len(drawn), [0.5, 0.5], atol=0.015)
 
 
 def test_sampling_keeps_the_tail_in_bfloat16():
@@ -69,9 +58,9 @@ def test_tokens_outside_the_vocabulary_are_nan_under_jit():
 
 
 @pytest.mark.parametrize(
-    ("context_length", "num_tokens"), [(None, 9), (None, 1), (8, 3), (8, 9), (8, 4), (5, 3)]
+    ("context_length", "num_tokens", "steps_per_call"),
+    [(None, 9, 1), (None, 1, "auto"), (8, 9, 3), (8, 4, "auto"), (5, 3, 1)],
 )
-@pytest.mark.parametrize("steps_per_call", ["auto", 1, 3])
 def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens, steps_per_call):
     lm = model(context_length=context_length)
     prompt = tokens(2, 5)
