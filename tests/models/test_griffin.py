@@ -119,8 +119,10 @@ def test_a_config_json_tells_the_model(rope):
         ({"model_type": "gemma"}, "config: model_type:"),
         ({"hidden_activation": "silu"}, "hidden_activation:"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings:"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type:"),
         ({"block_types": ["mamba"]}, "block_types:"),
         ({"hidden_size": "2560"}, "config: hidden_size:"),
+        ({"intermediate_size": None}, "config: intermediate_size:"),
     ],
 )
 def test_a_config_json_of_another_model_is_refused(change, message):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+import train.command.train as train_command
 from jax_models import (
     BambaLanguageModelConfig,
     GraniteLanguageModelConfig,
@@ -22,9 +23,8 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.load import config_of
-from train.command import convert
+from train.command import convert, generate
 from train.command.initial_weights import initialize
-from train.command.pretrained import read_model
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
@@ -255,14 +255,25 @@ BAD_FOLDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "change", "message"), BAD_FOLDERS)
-def test_commands_refuse_a_folder_in_one_line(fields, change, message, tmp_path):
-    folder_of(MODELS["lfm2"], tmp_path, "hf-file", **fields)
+def test_every_command_refuses_a_folder_in_one_line(fields, change, message, tmp_path):
+    folder, text, out = tmp_path / "hf", tmp_path / "text", str(tmp_path / "out")
+    folder.mkdir()
+    text.write_text("a few words " * 100)
+    folder_of(MODELS["lfm2"], folder, "hf-file", **fields)
     if change is not None:
-        change(tmp_path)
-    with pytest.raises(CommandLineError, match=message) as error:
-        read_model(tmp_path)
-    assert "\n" not in str(error.value)
+        change(folder)
+    given = str(folder)
+    for main, args in (
+        (generate.main, ["--weights", given, "--prompt-tokens", "1"]),
+        (convert.main, ["--from", given, "--to", out]),
+        (train_command.main, ["--init", given, "--text", str(text), "--out", out]),
+    ):
+        with pytest.raises(CommandLineError, match=message) as error:
+            main(args)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_three_convolutions_in_any_division_are_read(tmp_path):

@@ -106,7 +106,7 @@ def test_recurrentgemma_in_flax_agrees(deepminds):
         port = from_weights(params, CONFIG)
         logits, _ = port(TOKENS)
     with jax.enable_x64(True):
-        exact = from_weights(params, CONFIG, param_dtype=jnp.float64)(TOKENS)[0]
+        exact = np.asarray(from_weights(params, CONFIG, param_dtype=jnp.float64)(TOKENS)[0])
     # Neither of the two float32 results exceeds the bound from the other's error.
     errors = [rms(np.asarray(a, np.float64) - exact) / rms(exact) for a in (logits, original)]
     assert max(errors) <= max(floor(np.float32), K * min(errors)), f"ours and original: {errors}"

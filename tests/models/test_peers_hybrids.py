@@ -146,7 +146,8 @@ MODELS: dict[str, tuple[str, Any]] = {
         {
             **SIZES,
             **OTHER_HYBRID_MAMBA2,
-            "attn_layer_indices": [0],
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [0, 2],
             "mlp_bias": True,
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
         },
