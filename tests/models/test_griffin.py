@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,13 +16,53 @@ from jax_models import GriffinLanguageModelConfig, LocalAttention, ops
 from parity_tests.engine.bounds.tolerance import assert_same
 
 
-def test_a_window_of_one_step_sees_only_that_step(x64):
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 300, heads, 6))) for heads in (4, 2, 2))
-    state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 0, 2, 6)))
-    y, last = ops.local_attention(q, k, v, state)
-    assert_same(y, np.repeat(v, 2, axis=2), "outputs")
-    assert last.keys.shape == (2, 0, 2, 6)
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "before"), [(4, 11), (1, 0), (40, 11)])
+def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
+    """Compares outputs and gradients for packed documents, in pieces that pass on their state."""
+    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 8)
+    rng = np.random.default_rng(window)
+    time = 30
+    q, k, v = (rng.standard_normal((2, time, heads, 6)) for heads in (4, 2, 2))
+    reset = np.zeros((2, time), bool)
+    reset[0, [13, 17]] = reset[1, 28] = True
+
+    def in_pieces(q, k, v):
+        shape = (2, window - 1, 2, 6)
+        state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
+        outputs = []
+        for start, end in ((0, before), (before, time - 1), (time - 1, time)):
+            piece = (array[:, start:end] for array in (q, k, v))
+            y, state = ops.local_attention(*piece, state, reset=reset[:, start:end])
+            outputs.append(y)
+        return jnp.concatenate(outputs, axis=1)
+
+    step, documents = np.arange(time), np.cumsum(reset, axis=1)
+    distance = step[:, None] - step
+    mask = (distance >= 0) & (distance < window) & (documents[:, :, None] == documents[:, None])
+    expected = partial(ops.attention, mask=mask)
+
+    def outputs_and_gradients(f):
+        def loss(*args):
+            y = f(*args)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
+    for ours, whole in zip(found, of_whole, strict=True):  # with a single key, q has no gradient
+        assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
+
+
+@pytest.mark.parametrize(("platform", "tile"), [("cpu", 120), ("tpu", 352)])
+def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform, tile):
+    """The machine that lowers the program does not matter."""
+    x = jax.ShapeDtypeStruct((2, 700, 1, 16), jnp.float32)
+    state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 255, 1, 16)))
+    program = jax.jit(ops.local_attention).trace(x, x, x, state)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert f"x{tile}x16xf32" in text
+    assert f"x{ {120: 352, 352: 120}[tile] }x16xf32" not in text
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 from published import RWKV, build
 
+import torch_ref
 from jax_models import GRU, LSTM, RNN, from_torch, to_torch
 from jax_models.weights import Weight, nested, same, transposed
 from parity_tests import compare
@@ -261,6 +262,27 @@ def test_an_error_of_many_keys_can_be_read():
     with pytest.raises(ValueError, match=r"missing key blocks\.\{3,10-11\}\.ln1\.bias") as error:
         from_torch(larger, weights)
     assert len(str(error.value).splitlines()) < 25
+
+
+def test_weights_of_a_narrower_dtype_are_widened_exactly():
+    module = torch.nn.GRU(5, 6).bfloat16()
+    layer = from_torch(GRU(5, 6, rngs=nnx.Rngs(0)), module.state_dict())
+    weights = to_torch(layer)
+    for key, tensor in module.state_dict().items():
+        assert weights[key].dtype == np.float32
+        np.testing.assert_array_equal(weights[key], tensor.float().numpy())
+
+
+def test_one_bias_goes_into_two_and_their_sum_comes_back():
+    twin = torch_ref.RNN(5, 6)
+    with torch.no_grad():
+        twin.b.normal_()
+        twin.b[0], twin.b[1] = 0.0, -0.0
+    layer = from_torch(RNN(5, 6, rngs=nnx.Rngs(0)), twin.state_dict())
+    assert to_torch(layer, "cell")["b"].tobytes() == twin.b.detach().numpy().tobytes()
+    cell = layer.cells[0]
+    cell.bias_hh[...] = jnp.full(6, 0.25)
+    np.testing.assert_array_equal(to_torch(layer, "cell")["b"], twin.b.detach().numpy() + 0.25)
 
 
 def test_neither_side_shares_memory():
