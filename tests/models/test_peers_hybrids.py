@@ -315,6 +315,7 @@ def test_transformers_loads_what_is_exported(hf, folder):
     command.main(["--from", "hf", "--to", "back"])
     read, report = type(hf).from_pretrained("back", output_loading_info=True, **EAGER)
     assert not any(report.values()), report
+    assert config_of({}, read.config.to_dict()) == config_of({}, hf.config.to_dict())
     for key, array in hf.state_dict().items():
         assert torch.equal(read.state_dict()[key].double(), array), key
     assert_close(logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), 1e-5)
