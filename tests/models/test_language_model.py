@@ -36,11 +36,22 @@ def tokens(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 20, shape)
 
 
-def test_a_high_temperature_makes_the_kept_tokens_equally_likely():
-    """`test_generation.py` compares other options with transformers."""
-    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), (20_000, 4))
-    drawn = np.asarray(sample(logits, KEY, temperature=3e38, top_k=2))
-    np.testing.assert_allclose(np.bincount(drawn) / len(drawn), [0.5, 0.5], atol=0.015)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sampling_follows_the_distribution(dtype):
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])).astype(dtype)
+    logits = jnp.broadcast_to(logits, (20_000, 4))
+
+    def frequencies(**options):
+        drawn = np.asarray(sample(logits, KEY, **options))
+        return np.bincount(drawn, minlength=4) / len(drawn)
+
+    np.testing.assert_allclose(frequencies(), [0.5, 0.3, 0.15, 0.05], atol=0.015)
+    np.testing.assert_allclose(frequencies(top_k=2), [0.625, 0.375, 0, 0], atol=0.015)
+    squared = np.array([0.25, 0.09, 0.0225, 0.0025])
+    np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
+    np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
+    hot = frequencies(temperature=3e38, top_k=2)
+    np.testing.assert_allclose(hot, [0.5, 0.5, 0, 0], atol=0.015)
 
 
 def test_sampling_keeps_the_tail_in_bfloat16():

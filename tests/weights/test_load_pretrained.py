@@ -20,6 +20,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import (
+    FAMILIES,
     HIPPOGRIFF_3,
     HYENA_DNA,
     MODELS,
@@ -27,11 +28,13 @@ from published import (
     RWKV7,
     assert_same_weights,
     build,
+    fields_without_shape,
+    initial,
     weights_of,
 )
 from safetensors.numpy import save_file
 
-from jax_models import Qwen35LanguageModelConfig, load_pretrained, to_torch
+from jax_models import Qwen35LanguageModelConfig, SileroVAD, load_pretrained, to_torch
 
 
 def tensors(weights):
@@ -110,6 +113,19 @@ FORMATS = (
     folder_of_parts,
     folder_of_orbax,
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAMILIES, "silero_vad"])
+def test_every_family_is_read(name, tmp_path):
+    """`test_layouts.py` reads all layouts of each family, as does the registry."""
+    config = MODELS.get(name)
+    model = initial(config) if config else SileroVAD(rngs=nnx.Rngs(0))
+    options = fields_without_shape(config) if config else {}
+    read = load_pretrained(safetensors_file(to_torch(model), tmp_path), **options)
+    assert type(read) is type(model)
+    assert getattr(read, "config", None) == config
+    assert_same_weights(to_torch(read), to_torch(model))
 
 
 @pytest.mark.slow
