@@ -10,11 +10,13 @@ from jax.export import register_namedtuple_serialization as _register
 
 from jax_models.allocator import *
 from jax_models.call_arguments import *
+from jax_models.checks.removed import refusing as _refusing
 from jax_models.importers.keras import *
 from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
 from jax_models.layers.bidirectional import *
 from jax_models.layers.conv import *
+from jax_models.layers.experts import *
 from jax_models.layers.gated_delta_net import *
 from jax_models.layers.griffin import *
 from jax_models.layers.gru import *
@@ -81,16 +83,11 @@ for _name in __all__:
             _register(globals()[_name], serialized_name=f"{__name__}.{_name}")
 
 _REMOVED = {
-    "rwkv_from_torch": "from_weights, after undo_rescale if you gave rescaled_every",
-    "griffin_from_weights": "from_weights",
-    "hyena_dna_from_weights": "from_weights",
+    "rwkv_from_torch": "use from_weights, after undo_rescale if you gave rescaled_every",
+    "griffin_from_weights": "use from_weights",
+    "hyena_dna_from_weights": "use from_weights",
 }
-"""The functions that were removed, and what to use instead."""
+"""What to do instead of calling the functions that were removed."""
 
 if not _TYPE_CHECKING:
-
-    def __getattr__(name: str):
-        """Says what to use instead of a function that was removed."""
-        if name in _REMOVED:  # `from jax_models import …` would hide an AttributeError
-            raise ImportError(f"{name} was removed: use {_REMOVED[name]}: see docs/migration.md")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = _refusing(__name__, _REMOVED)

@@ -35,7 +35,7 @@ def state_batch_axes(layer: HasState) -> Any:
     >>> state_batch_axes(LSTM(64, 256, rngs=nnx.Rngs(0)))
     LSTMState(h=1, c=1)
     """
-    if not hasattr(layer, "init_state"):
+    if isinstance(layer, type) or not hasattr(layer, "init_state"):
         raise TypeError(
             f"layer: expected a layer or a model with init_state, got {described(layer)}"
         )

@@ -155,7 +155,8 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         """The weight tables of this layer by layout name. By default, `to_torch` exports the first.
 
         A layer may also define `foreign_format(keys)`, which returns an error message if the keys
-        are those of a model that is easily confused with it, or else None.
+        are those of a model that is easily confused with it, or else None. It may also define
+        `missing_layout(layout)`, which says why it lacks a layout of this name, or returns None.
         """
         raise NotImplementedError
 

@@ -79,7 +79,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "jax_models/checks": "jax_models.checks",
     "jax_models/ops": "jax_models.checks jax_models.entry_points jax_models.ops",
-    "jax_models/weights": "jax_models.checks.keywords jax_models.weights",
+    "jax_models/weights": "jax_models.checks jax_models.weights",
     "jax_models/options.py": "jax_models.checks",
     "jax_models/auto_axes.py": "",
     "jax_models/call_arguments.py": "jax_models.checks jax_models.ops",
@@ -320,6 +320,23 @@ def test_a_layer_and_its_twin_are_in_files_of_one_name():
     ]
     ours, twins = ({name: f[name] for name in files[0].keys() & files[1].keys()} for f in files)
     assert ours == twins
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "advice"),
+    [
+        ("jax_models", "rwkv_from_torch", "use from_weights, after undo_rescale"),
+        ("jax_models", "griffin_from_weights", "use from_weights"),
+        ("jax_models", "hyena_dna_from_weights", "use from_weights"),
+        ("jax_models.ops", "cudnn_lstm", "use lstm_stack"),
+        ("jax_models.models.language_model", "StackConfig", "import it from jax_models.models.con"),
+    ],
+)
+def test_a_removed_name_is_answered_with_what_to_use(module, name, advice):
+    assert name in (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    with pytest.raises(ImportError, match=f"^{re.escape(module)}.{name}: {advice}"):
+        getattr(importlib.import_module(module), name)
+    assert not hasattr(importlib.import_module(module), "anything_else")
 
 
 def test_every_state_can_be_exported():

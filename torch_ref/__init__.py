@@ -6,6 +6,7 @@ The public names are those that the modules below list in their `__all__`.
 from torch_ref.layers.attention import *
 from torch_ref.layers.bidirectional import *
 from torch_ref.layers.conv import *
+from torch_ref.layers.experts import *
 from torch_ref.layers.gated_delta_net import *
 from torch_ref.layers.griffin import *
 from torch_ref.layers.gru import *

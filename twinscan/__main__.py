@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from twinscan.heartbeat import IMPORTING, doing, heartbeat
 from twinscan.interrupted import exit_at_once, until_the_pipe_is_closed
 from twinscan.own_packages import pin
 
@@ -59,9 +60,11 @@ def main() -> None:
 
             print(f"twinscan {__version__}")
             return
-        from twinscan.command_line import run_command
+        with heartbeat():
+            with doing(IMPORTING):
+                from twinscan.command_line import run_command
 
-        run_command(dispatch, args, "twinscan")
+            run_command(dispatch, args, "twinscan")
     except ModuleNotFoundError as error:
         extra = "torch" if args[0] == "parity" else "train"
         sys.exit(

@@ -20,6 +20,7 @@ import tyro
 
 import jax_models
 from jax_models.entry_points import DuplicateNameError
+from twinscan.heartbeat import IMPORTING, doing, heartbeat
 from twinscan.interrupted import until_the_pipe_is_closed
 
 T = TypeVar("T")
@@ -184,8 +185,11 @@ ASCII_SPELLINGS = {
 """ASCII spellings of characters that `unicodedata` cannot decompose."""
 
 
-def replace_unencodable() -> None:
-    """Prints similar ASCII characters for those that the encoding of the output lacks."""
+def prepare_output() -> None:
+    """Makes the output appear line by line, also in a pipe or a file.
+
+    Characters that the encoding of the output lacks are replaced by similar ASCII characters.
+    """
 
     def spelled(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -196,14 +200,14 @@ def replace_unencodable() -> None:
     codecs.register_error("spelled", spelled)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="spelled")
+            stream.reconfigure(errors="spelled", line_buffering=True)
 
 
 @contextlib.contextmanager
 def one_line_errors(prog: str) -> Iterator[None]:
     """Turns an error into the line `prog: error: …` and an exit code, 2 for wrong input."""
     exit_code = CommandLineError.exit_code
-    replace_unencodable()
+    prepare_output()
     try:
         with until_the_pipe_is_closed():
             yield
@@ -237,14 +241,15 @@ def run_module(module: str, args: Sequence[str] | None = None, prog: str | None 
     If the import fails because two packages define the same name, the error is also one line.
     """
     prog = prog or f"python -m {module.removesuffix('.__main__')}"
-    with one_line_errors(prog):
-        if module.startswith("train."):
-            jax_models.tune_allocator()
-        try:
-            main = importlib.import_module(module).main
-        except DuplicateNameError as error:
-            raise CommandLineError(str(error)) from None
-    run_command(main, sys.argv[1:] if args is None else args, prog)
+    with heartbeat():
+        with one_line_errors(prog), doing(IMPORTING):
+            if module.startswith("train."):
+                jax_models.tune_allocator()
+            try:
+                main = importlib.import_module(module).main
+            except DuplicateNameError as error:
+                raise CommandLineError(str(error)) from None
+        run_command(main, sys.argv[1:] if args is None else args, prog)
 
 
 def run_command(

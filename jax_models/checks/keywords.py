@@ -36,8 +36,23 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("groups group_size", ("num_groups",)),
     # options
     ("bias", ("use_bias",)),
-    ("num_layers", ("Stack([layer, layer]) runs one layer after the other",)),
-    ("bidirectional", ("Bidirectional(forward, backward) runs a layer each way",)),
+    (
+        "num_layers",
+        (
+            "cells: cells holds the weights of each layer and direction",
+            "kernel_hh: ops.recurrent_stack runs layers one after the other",
+            "Stack([layer, layer]) runs one layer after the other",
+        ),
+    ),
+    (
+        "bidirectional",
+        (
+            "num_directions",
+            "kernel_hh: ops.recurrent_stack runs both directions",
+            "Bidirectional(forward, backward) runs a layer each way",
+        ),
+    ),
+    ("num_directions", ("bidirectional", "kernel_hh: ops.recurrent_stack runs both directions")),
     ("dropout dropout_prob", ("dropout_rate", "block_dropout_rate")),
     ("resid_pdrop hidden_dropout hidden_dropout_prob", ("dropout_rate", "block_dropout_rate")),
     ("attn_pdrop attention_dropout", ("dropout_rate", "block_dropout_rate")),
@@ -76,7 +91,7 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
         "time_major",
         ("only RNN, LSTM and GRU have it: swap the axes of x, as jnp.swapaxes(x, 0, 1) does",),
     ),
-    ("go_backwards reverse keep_order", ("Reversed(layer) runs a layer backward",)),
+    ("go_backwards reverse keep_order", ("reverse", "Reversed(layer) runs a layer backward")),
     ("merge_mode", ("the outputs of both directions are concatenated",)),
     ("forward_rnn forward_layer", ("forward",)),
     ("backward_rnn backward_layer", ("backward",)),
@@ -88,12 +103,28 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("stateful", ("give the state that a call returns to the next call",)),
     ("use_cache decode", ("the state is the cache: give it to the next call, or to step",)),
     ("unroll", ("the loop over time is compiled once, whatever the length",)),
+    ("implementation", ("method",)),
     ("use_cudnn", ('an LSTM has method="cudnn"',)),
     ("device device_map map_location", ("sharding", "jax.default_device chooses the device")),
+    (
+        "dtype param_dtype",
+        (
+            "param_dtype",
+            "vocab_size: pass it to the build of the config",
+            "results have the dtypes of the arrays",
+        ),
+    ),
     ("promote_dtype", ("dtype is that of the computation, param_dtype that of the parameters",)),
     ("torch_dtype", ("param_dtype",)),
     ("name parent", ("modules of Flax NNX have no names",)),
     # initialization
+    (
+        "kernel_init recurrent_kernel_init bias_init",
+        (
+            "kernel_hh: an operator takes the weights themselves, without initializers",
+            "kernel: an operator takes the weights themselves, without initializers",
+        ),
+    ),
     ("kernel_initializer", ("kernel_init",)),
     ("recurrent_initializer", ("recurrent_kernel_init",)),
     ("bias_initializer", ("bias_init",)),
@@ -117,7 +148,14 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("input inputs sequences input_ids", ("x", "tokens", "x_t", "token", "audio", "prompt")),
     ("x", ("x_t", "tokens", "token", "audio")),
     ("hx h0 h_0 c0 c_0 hidden carry initial_carry initial_state", ("state",)),
+    ("state", ("state_dict", "h0")),
     ("seq_lengths sequence_length", ("lengths",)),
+    (
+        "starts",
+        ("lengths: an operator takes padding only at the end of a row; layers have starts",),
+    ),
+    ("rows", ("lengths: pass rows.lengths instead",)),
+    ("time_axis", ("nnx.view(layer, time_axis=…) divides time, in layers that support it",)),
     (
         "mask attention_mask",
         ("lengths: lengths (batch,) says how many steps of each row are real", "mask"),
@@ -145,7 +183,6 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("assign", ("layer: the parameters keep their dtype and sharding",)),
     ("model module", ("layer",)),
     ("weights", ("state_dict", "path")),
-    ("state", ("state_dict",)),
     ("pretrained_model_name_or_path model_name_or_path filename", ("path",)),
     ("cache_dir revision", ("path: path is a file or a folder of this machine",)),
 ]
@@ -161,7 +198,7 @@ EXAMPLES = {"rngs": " (such as nnx.Rngs(0))"}
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes a function's error for an unknown argument suggest the one that was meant.
+    """Makes a function's error name missing arguments, and for an unknown one suggest another.
 
     The arguments are compared with the signature only after a TypeError, so that valid calls, such
     as a step of a small layer, are not slowed down.
@@ -174,6 +211,7 @@ def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Param
             return function(*args, **kwargs)
         except TypeError:
             refuse_unknown(function.__name__, signature, args, kwargs)
+            refuse_missing(function.__name__, signature, args, kwargs)
             raise
 
     return call
@@ -187,8 +225,9 @@ def refuse_unknown(
     name, count = _shown(name, signature, args), len(args) - ("self" in signature.parameters)
     unknown = [k for k in kwargs if k not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in known.values():
+        owner = args[0] if "self" in signature.parameters else None
         raise TypeError(
-            f"{name}: " + "; ".join(_suggestion(k, [*known]) for k in unknown)
+            f"{name}: " + "; ".join(_suggestion(k, [*known], owner) for k in unknown)
         ) from None
     positional = [k for k, kind in known.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in known.values():
@@ -231,7 +270,15 @@ def _shown(name: str, signature: inspect.Signature, args: tuple) -> str:
 _SUGGESTIONS = {name: answers for names, answers in SUGGESTIONS for name in names.split()}
 
 
-def _suggestion(name: str, known: list[str]) -> str:
+OTHER_METHODS = {"__init__": "pass it to the constructor", "__call__": "pass it to the call"}
+"""What to do with an argument that another method of the same layer has."""
+
+
+def _suggestion(name: str, known: list[str], owner: Any) -> str:
+    """What to do instead of passing an argument that a function, or a method of `owner`, lacks."""
+    for method, advice in OTHER_METHODS.items():
+        if name in inspect.signature(getattr(owner, method, lambda: None)).parameters:
+            return f"{name}: no such argument; {advice}"
     similar = difflib.get_close_matches(name, known, 1, cutoff=0.75) or [
         ours for ours in known if ours.startswith(f"{name}_")
     ]

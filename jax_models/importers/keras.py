@@ -16,7 +16,7 @@ from jax_models.layers.recurrent import RecurrentStack
 from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN
 from jax_models.layers.stack import Stack
-from jax_models.options import FloatingDtype, Index, checked_options
+from jax_models.options import FloatingDtype, Index, checked_options, described
 from jax_models.weights import Table, Weight, nested, same, stacked, summed
 from jax_models.weights.layouts import params_of
 
@@ -61,10 +61,14 @@ def from_keras(
             "mixed_bfloat16".
 
     Raises:
+        TypeError: `layer` is not a layer of Keras.
         ValueError: the layer or one of its cells is of another class, is not built, is stateful, or
             has an activation or a merge mode that no layer of this package supports.
 
     """
+    if not hasattr(layer, "built"):
+        package = type(layer).__module__.partition(".")[0]
+        raise TypeError(f"layer: expected a layer of Keras, got {described(layer)} of {package}")
     kind = type(layer).__name__
     if kind == "Bidirectional":
         if layer.merge_mode != "concat":

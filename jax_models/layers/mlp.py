@@ -1,12 +1,12 @@
-"""The gated MLP."""
+"""The MLPs, with and without a gate."""
 
-__all__ = ["GatedMLP"]
+__all__ = ["MLP", "GatedMLP"]
 
 from typing import Unpack
 
 from flax import nnx
 
-from jax_models.layers.activation import ACTIVATIONS, GateActivation
+from jax_models.layers.activation import ACTIVATIONS, GateActivation, MLPActivation
 from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
@@ -86,3 +86,58 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         else:
             inputs = linear("gate_proj", gate, bias=bias) + linear("up_proj", up, bias=bias)
         return [*inputs, *linear("down_proj", down, bias=bias)]
+
+
+class MLP(SharedLayer, CheckedOptions, nnx.Module):
+    """The MLP of Nemotron-H, which has no gate.
+
+        >>> mlp = MLP(64, 192, rngs=nnx.Rngs(0))
+        >>> y = mlp(jnp.ones((8, 100, 64)))
+
+        y = relu(x W_up)² W_down
+
+    x and y are (…, features). `activation` replaces the square of the relu.
+
+    Args:
+        features: size of x and y.
+        mlp_features: width of the MLP.
+        use_bias: whether the two projections have biases.
+        activation: the square of the relu, or an activation of `GatedMLP`.
+        **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the biases
+            to zero.
+
+    Raises:
+        ValueError: a size is not positive, or `bias_init` is given without biases.
+
+    Layouts: those that the architectures declare. `torch_layouts` lists them.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        use_bias: bool = False,
+        activation: MLPActivation = "relu2",
+        **options: Unpack[LayerOptions],
+    ):
+        bias_init = options.get("bias_init")
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
+        matrix = with_inits(options, lecun_normal, use_bias=use_bias)
+        self.activation: MLPActivation = activation
+        self.use_bias = use_bias
+        self.up_proj = Linear(features, mlp_features, **matrix)
+        self.down_proj = Linear(mlp_features, features, **matrix)
+
+    def __call__(self, x):
+        """Applies the MLP to the last axis of x."""
+        x = checked_rows(x, self.up_proj.in_features)
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+
+    mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
+
+    def rows(self, up: str, down: str) -> Table:
+        """The rows of a torch module that keeps its projections in `Linear`s of these names."""
+        projections = (("up_proj", up), ("down_proj", down))
+        return [row for ours, key in projections for row in linear(ours, key, bias=self.use_bias)]

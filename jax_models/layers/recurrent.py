@@ -14,7 +14,14 @@ from jax_models.layers.linear import torch_uniform
 from jax_models.mesh_axes import whole
 from jax_models.ops import carry_dtype
 from jax_models.ops.gated.definition import State
-from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused
+from jax_models.options import (
+    Index,
+    Initializer,
+    LayerOptions,
+    checked_options,
+    norm_options,
+    refuse_unused,
+)
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -183,18 +190,16 @@ class RecurrentStack(SequenceLayer[State]):
         layouts = {}
         if biases in (set(), {"bias_ih", "bias_hh"}) and self.cells[0].peephole is None:
             layouts["torch.nn"] = self._torch_nn_table()
-        if not self.options_beyond_a_cell():
+        if len(self.cells) == 1 and not self.options_beyond_a_cell():
             layouts["torch.nn.cell"] = self.cell_table(0)
         if self.causal and self.num_layers == 1 and 2 * len(biases) in (0, len(names)):
             layouts["scratch"] = self.scratch_table(0)
         return layouts
 
     def options_beyond_a_cell(self) -> list[str]:
-        """The options with which the layer is not a single cell of torch.nn."""
+        """The options with which none of the layer's cells is a cell of torch.nn."""
         cell = self.cells[0]
         options = {
-            f"num_layers={self.num_layers}": self.num_layers > 1,
-            "bidirectional=True": not self.causal,
             f"proj_features={self.proj_features}": self.proj_features is not None,
             "recurrent_bias=False": cell.bias_ih is not None and cell.bias_hh is None,
             "use_peepholes=True": cell.peephole is not None,
@@ -205,18 +210,36 @@ class RecurrentStack(SequenceLayer[State]):
         """Describes the keys of a cell of torch.nn, if the layer is not a single such cell."""
         names = {str(key).rpartition(".")[2] for key in keys}
         kernels, biases = {"weight_ih", "weight_hh"}, {"bias_ih", "bias_hh"}
-        options = self.options_beyond_a_cell()
-        if not options or not kernels <= names <= kernels | biases:
+        more = self._more_than_a_cell()
+        if not more or not kernels <= names <= kernels | biases:
+            return None
+        return f"a cell of torch.nn (it has weight_ih), but {more}"
+
+    def missing_layout(self, layout: str) -> str | None:
+        """Says why the layer lacks `torch.nn.cell`, if it is not a single cell of torch.nn."""
+        more = self._more_than_a_cell() if layout == "torch.nn.cell" else None
+        return more and f"{layout!r} is a single cell of torch.nn, but {more}"
+
+    def _more_than_a_cell(self) -> str | None:
+        """Says why the layer is not a cell of torch.nn, and what to do. None: it is a cell."""
+        of_several = {
+            f"num_layers={self.num_layers}": self.num_layers > 1,
+            "bidirectional=True": not self.causal,
+        }
+        options = [option for option, is_set in of_several.items() if is_set]
+        options += self.options_beyond_a_cell()
+        if not options:
             return None
         those = "this option" if len(options) == 1 else "these options"
         tables_hint = (
-            ", or is loaded by a table with `cell_table` of each cell"
-            if len(self.cells) > 1
+            ", or give a table of its cells, [*nested(layer.cell_table(0), PATH, KEY), …], which "
+            "parity_tests.draft_table drafts"
+            if self.cell_tables()
             else ""
         )
         return (
-            f"a cell of torch.nn (it has weight_ih), but this {type(self).__name__} has "
-            f"{', '.join(options)}: a cell fits a layer without {those}{tables_hint}"
+            f"this {type(self).__name__} has {', '.join(options)}: a cell fits a layer without "
+            f"{those}{tables_hint}"
         )
 
     def _torch_nn_table(self) -> Table:
@@ -228,7 +251,8 @@ class RecurrentStack(SequenceLayer[State]):
                 table.append(row._replace(keys=tuple(f"{key}{suffix}" for key in row.keys)))
         return table
 
-    def cell_table(self, index: int) -> Table:
+    @checked_options
+    def cell_table(self, index: Index) -> Table:
         """The table of one cell with the keys of torch.nn's cells: `weight_ih`, `bias_ih`, …
 
         Cells are ordered as in the state. A loop over several cells of torch.nn, such as one for
@@ -236,13 +260,34 @@ class RecurrentStack(SequenceLayer[State]):
 
             [*nested(lstm.cell_table(0), "", "forward_cell"),
              *nested(lstm.cell_table(1), "", "backward_cell")]
+
+        Raises:
+            ValueError: `index` is not that of a cell, or the cells have peepholes, which the cells
+                of torch.nn do not have.
+
         """
+        if index >= len(self.cells):
+            raise ValueError(f"index: expected less than the {len(self.cells)} cells, got {index}")
+        if self.cells[index].peephole is not None:
+            raise ValueError(
+                "cell_table: no cell of torch.nn has peepholes, but this layer has "
+                "use_peepholes=True: give a table with rows for its parameters as `layout`"
+            )
         table = []
         for name in self.cells[index].arrays():
             kind, which = name.split("_")
             row, key = (transposed, "weight") if kind == "kernel" else (same, "bias")
             table.append(row(f"cells.{index}.{name}", f"{key}_{which}"))
         return table
+
+    def cell_tables(self) -> list[Table]:
+        """The tables of the cells of a layer with several, or none if torch.nn has no such cells.
+
+        `draft_table` of `parity_tests` uses them for a module that loops over cells of torch.nn.
+        """
+        if len(self.cells) == 1 or self.options_beyond_a_cell():
+            return []
+        return [self.cell_table(index) for index in range(len(self.cells))]
 
     def scratch_table(self, index: int) -> Table:
         """The table of one cell with a Linear per gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""

@@ -14,8 +14,11 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from jax_models.checks.arguments import Scope
+from jax_models.checks.values import SCALARS, described
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
+from jax_models.weights.arguments import checked_names
 from jax_models.weights.keys import checked_mapping, joined
 from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight
@@ -145,9 +148,29 @@ class Checkpoint:
 
     def score(self) -> int:
         """The number of the layout's keys that the state_dict has."""
-        keys = (key for source in self.layout.sizes.values() for key in _keys(source))
+        keys = (size.key for source in self.layout.sizes.values() for size in _sizes(source))
         ends = {self.layout.embedding, self.layout.head} & self.weights.keys()
         return len(ends) + sum(self.find(key) is not None for key in keys)
+
+
+def check_layout(name: str, layout: Any) -> None:
+    """Raises an error if a layout or a `Size` in it has a value of the wrong type, or a key twice.
+
+    Raises:
+        TypeError: `layout` is not a `Layout`, or a value has the wrong type.
+        ValueError: two of the keys of the embedding, the norm and the head are equal.
+
+    """
+    scope = Scope(SCALARS, {})
+    scope.checked(name, layout, Layout)
+    keys = (layout.embedding, layout.norm, *([] if layout.head is None else [layout.head]))
+    checked_names(f"{name}: the keys of embedding, norm and head", keys)
+    if not isinstance(layout.sizes, Mapping):
+        got = described(layout.sizes)
+        raise TypeError(f"{name}.sizes: expected a mapping of fields to their sources, got {got}")
+    for field, source in layout.sizes.items():
+        for size in _sizes(source):
+            scope.checked(f"{name}.sizes[{field!r}]", size, Size)
 
 
 def whole_key(layout: Layout, key: str, number: str = "0") -> str:
@@ -155,10 +178,10 @@ def whole_key(layout: Layout, key: str, number: str = "0") -> str:
     return f"{layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
 
 
-def _keys(source: Any) -> list[str]:
-    """The keys of the weights from which a field is read."""
-    sizes = [source] if isinstance(source, Size) else source if isinstance(source, tuple) else []
-    return [size.key for size in sizes if isinstance(size, Size)]
+def _sizes(source: Any) -> list[Size]:
+    """The sizes of weights from which a field is read."""
+    sources = source if isinstance(source, tuple) and not isinstance(source, Size) else (source,)
+    return [each for each in sources if isinstance(each, Size)]
 
 
 def has(key: str, there: Any = True, otherwise: Any = False) -> Callable[[Checkpoint, Fields], Any]:
@@ -198,6 +221,12 @@ class ModelConfig(CheckedFields):
     layouts: ClassVar[Mapping[str, Layout]] = {}
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
+    def __init_subclass__(cls, **kwargs: Any):
+        """Checks the layouts of the class."""
+        super().__init_subclass__(**kwargs)
+        for name, layout in cls.layouts.items():
+            check_layout(f"{cls.__name__}.layouts[{name!r}]", layout)
+
     def build(self, **options: Any) -> Any:
         """Builds the model of this config."""
         raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
@@ -235,9 +264,9 @@ class ModelConfig(CheckedFields):
                 layout.embedding,
                 layout.norm,
                 *(
-                    whole_key(layout, key)
+                    whole_key(layout, size.key)
                     for source in layout.sizes.values()
-                    for key in _keys(source)
+                    for size in _sizes(source)
                 ),
             }
             for layout in cls.layouts.values()

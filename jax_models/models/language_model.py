@@ -22,6 +22,7 @@ from jax_models.call_arguments import (
     checked_step_reset,
     state_batch_axes,
 )
+from jax_models.checks.removed import refusing
 from jax_models.checks.values import as_array, set_rows_to_nan
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
@@ -344,9 +345,4 @@ _MOVED = {
 """What to do instead of importing names that this module had."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str):
-        """Says what to do instead of importing a name that moved."""
-        if name in _MOVED:  # an import would hide an AttributeError
-            raise ImportError(f"{__name__}.{name}: {_MOVED[name]}: see docs/migration.md")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = refusing(__name__, _MOVED)

@@ -1,6 +1,9 @@
 """The layers' operators as pure functions of arrays, without Flax, torch or hidden state."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from jax_models.checks.arguments import checked as _checked
+from jax_models.checks.removed import refusing as _refusing
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import AttentionMethod, attention
 from jax_models.ops.attention.definition import LocalAttentionState
@@ -35,6 +38,7 @@ from jax_models.ops.gated.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.gated.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.gated.products import Pair, Product, Step
 from jax_models.ops.gelu import gelu
+from jax_models.ops.grouped import GroupedDotMethod, grouped_dot
 from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.library_function import LibraryFunction
 from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
@@ -57,6 +61,7 @@ __all__ = [
     "FormTable",
     "GRUState",
     "GatedDeltaRuleMethod",
+    "GroupedDotMethod",
     "HyperLSTMState",
     "LSTMMethod",
     "LSTMNorms",
@@ -92,6 +97,7 @@ __all__ = [
     "forms_of",
     "gated_delta_rule",
     "gelu",
+    "grouped_dot",
     "gru",
     "hyper_lstm",
     "l2_normalize",
@@ -118,3 +124,13 @@ __all__ = [
 ]
 
 document_ends, linear_map = _checked()(_document_ends), _checked()(_linear_map)
+
+_REMOVED = {
+    "cudnn_lstm": 'use lstm_stack with method="cudnn"',
+    "cudnn_refusal": 'use forms_of(layer, x, platform="cuda"), which says what runs and why',
+    "cudnn_pays": 'use forms_of(layer, x, platform="cuda"), which says what runs and why',
+}
+"""What to do instead of calling the functions that were removed."""
+
+if not _TYPE_CHECKING:
+    __getattr__ = _refusing(__name__, _REMOVED)

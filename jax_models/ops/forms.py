@@ -16,6 +16,7 @@ from jax.export import is_symbolic_dim
 
 from jax_models.entry_points import broken_packages, by_name, failures_as_warnings
 from jax_models.ops.by_platform import by_platform
+from jax_models.ops.removed_forms import advice_for_removed
 
 ENTRY_POINTS = "twinscan.forms"
 """The group of entry points by which other packages add forms.
@@ -93,7 +94,7 @@ class Operator(NamedTuple):
         if not isinstance(method, str) or method not in ("auto", *self.forms):
             raise ValueError(
                 f"method: expected one of {['auto', *self.forms]}, got {method!r}"
-                f"{broken_packages(ENTRY_POINTS)}"
+                f"{advice_for_removed(self.name, method)}{broken_packages(ENTRY_POINTS)}"
             )
         return method
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.checks.values import described
+
 Params = TypeVar("Params")
 
 
@@ -32,9 +34,14 @@ def project(params: Params) -> Params:
         params: a tree of `nnx.Param`s, as `nnx.split` and `nnx.state` return it. Arrays outside an
             `nnx.Param` have no bounds and are returned unchanged.
 
+    Raises:
+        TypeError: `params` has a leaf that is neither an `nnx.Param` nor an array.
+
     """
 
     def inside(param):
+        if not isinstance(param, nnx.Variable) and not hasattr(param, "dtype"):
+            raise TypeError(f"params: expected a tree of parameters, got {described(param)}")
         interval = bounds(param) if isinstance(param, nnx.Variable) else None
         if interval is None:
             return param

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from flax import nnx
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines
 from jax_models.weights.places import locate_keys
-from jax_models.weights.rows import Weight, join
-from jax_models.weights.tables import Layouts, Table, nested
+from jax_models.weights.rows import Weight, join, last_word
+from jax_models.weights.tables import Layouts, Table, checked_table, nested
 from jax_models.weights.wrappers import find_wrapped
+
+WEIGHTS = (nnx.Param, nnx.BatchStat, Constant)
+"""The kinds of variables that a weight table names: parameters, statistics and constants."""
 
 
 def weight_table(
@@ -34,23 +38,20 @@ def weight_table(
             state_dict fits no layout.
 
     """
-    if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
-        layouts = {"": layout}
-    elif layout is None or isinstance(layout, str):
+    if layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
         _refuse_foreign_format(layer, _keys_inside(place, state_dict or {}))
     else:
-        raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
+        layouts = {"": checked_table("layout", layout, "a name or a list of `Weight` rows")}
     if isinstance(layout, str):
         if layout not in layouts:
-            raise ValueError(
-                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
-                f"not {layout!r}"
-            )
+            missing_layout = getattr(layer, "missing_layout", lambda layout: None)
+            without = f"{type(layer).__name__} with these options has {sorted(layouts)}"
+            raise ValueError(f"layout: {missing_layout(layout) or f'{without}, not {layout!r}'}")
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
         what = f"layout {name!r}" if name else "table"
-        check_rows(table, params_of(layer), type(layer).__name__, what)
+        check_rows(table, params_of(layer), type(layer).__name__, what, other_arrays(layer))
     if state_dict is None:
         name = next(iter(layouts))
         return name, nested(layouts[name], "", place)
@@ -58,13 +59,36 @@ def weight_table(
     return name, [row.for_keys(state_dict) for row in nested(layouts[name], "", place)]
 
 
-def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:
-    """Raises an error unless a table names every parameter once and no key twice."""
+def check_rows(
+    table: Table,
+    params: Collection[str],
+    kind: str,
+    what: str,
+    others: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Raises an error unless a table names every parameter once and no key twice.
+
+    `others` has the arrays that no table can name, by path.
+    """
     named = Counter(path for row in table for path in row.params)
+    # If only Linen's name of the collection differs, say so instead of listing all paths twice.
+    for change, shorter, longer in (
+        ("leave out `params.` in", params, named),
+        ("write `params.` before", named, params),
+    ):
+        if shorter and {f"params.{path}" for path in shorter} == {*longer}:
+            raise ValueError(
+                f"{what}: {change} the paths of its rows: {kind} has, for example, {min(params)}, "
+                f"not {min(named)}"
+            )
     keys = Counter(key for row in table for key in row.keys)
     faults = [
         *(("no row for the parameter ", path, "") for path in params if path not in named),
-        *((f"{kind} has no parameter ", path, "") for path in named if path not in params),
+        *(
+            (f"{kind} has no parameter ", path, as_constant(others[path]) if path in others else "")
+            for path in named
+            if path not in params
+        ),
         *(("two rows for the parameter ", path, "") for path, count in named.items() if count > 1),
         *(("two rows for the key ", key, "") for key, count in keys.items() if count > 1),
     ]
@@ -94,8 +118,33 @@ def params_of(layer) -> dict[str, nnx.Variable]:
     if not isinstance(layer, nnx.Module):
         name = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
         raise TypeError(f"layer: expected an nnx.Module, got {name}")
-    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, nnx.BatchStat, Constant)))
+    flat = nnx.to_flat_state(nnx.state(layer, WEIGHTS))
     return {".".join(map(str, path)): param for path, param in flat}
+
+
+def other_arrays(layer: nnx.Module) -> dict[str, Any]:
+    """What a module holds besides weights, by path, such as a buffer in an `nnx.Variable`.
+
+    Random keys are left out.
+    """
+    flat = nnx.to_flat_state(nnx.state(layer, nnx.Not((*WEIGHTS, nnx.RngState))))
+    return {".".join(map(str, path)): value for path, value in flat}
+
+
+def as_constant(value: Any) -> str:
+    """The end of an error message that says how a table can name one of the `other_arrays`."""
+    kind = type(value).__name__ if isinstance(value, nnx.Variable) else "array"
+    return (
+        f": the {kind} of this name is not transferred; make it a jax_models.Constant, or an "
+        "nnx.Param if it is trained"
+    )
+
+
+def counterpart(key: str, shape: tuple[int, ...], others: Mapping[str, Any]) -> str:
+    """The same text for the one of the `other_arrays` with a key's name and shape; "" if none."""
+    named = (value for path, value in others.items() if last_word(path) == last_word(key))
+    found = (value for value in named if getattr(value, "shape", None) == shape)
+    return next(map(as_constant, found), "")
 
 
 def _layouts(layer: Any) -> Layouts:

@@ -11,6 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.core import Tracer
 
+from jax_models.checks.arguments import checked
+from jax_models.weights.arguments import ROW_ARGUMENTS, checked_names
+
+checked_row = checked(ROW_ARGUMENTS)
+"""The decorator of the functions that make a row. It checks their arguments."""
+
 
 class _Row(NamedTuple):
     """The fields of a `Weight`."""
@@ -46,8 +52,9 @@ class Weight(_Row):
     use, and that may be missing.
 
     Raises:
-        TypeError: `params`, `keys` or `tied` is not a tuple of names, or `separate`, `exact` or
-            `any_division` is not a bool.
+        TypeError: `params`, `keys` or `tied` is neither a tuple nor a list of names, or `separate`,
+            `exact` or `any_division` is not a bool.
+        ValueError: `params`, `keys` or `tied` has a name twice.
 
     """
 
@@ -55,25 +62,23 @@ class Weight(_Row):
 
     def __new__(
         cls,
-        params: tuple[str, ...],
-        keys: tuple[str, ...],
+        params: Sequence[str],
+        keys: Sequence[str],
         to_jax: Callable[..., tuple[Any, ...]],
         to_torch: Callable[..., tuple[Any, ...]],
         separate: bool = True,
         exact: bool = True,
         any_division: bool = False,
-        tied: tuple[str, ...] = (),
+        tied: Sequence[str] = (),
         otherwise: "Weight | None" = None,
     ) -> "Weight":
         """Makes a row from its fields."""
-        for field, names in (("params", params), ("keys", keys), ("tied", tied)):
-            if not isinstance(names, tuple):
-                raise TypeError(f"{field}: expected a tuple of names, got {names!r:.100}")
+        params, keys = checked_names("params", params), checked_names("keys", keys)
         flags = {"separate": separate, "exact": exact, "any_division": any_division}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")
-        others = {"tied": tied, "otherwise": otherwise}
+        others = {"tied": checked_names("tied", tied), "otherwise": otherwise}
         return super().__new__(cls, params, keys, to_jax, to_torch, **flags, **others)
 
     def within(self, param: str, key: str) -> "Weight":
@@ -99,31 +104,36 @@ class Weight(_Row):
         return self._replace(keys=there, to_torch=lambda *a: self.to_torch(*a)[:1] * len(there))
 
 
+@checked_row
 def same(param: str, key: str) -> Weight:
     """The parameter and the key have the same array."""
     return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
 
 
+@checked_row
 def transposed(param: str, key: str) -> Weight:
     """The (in, out) parameter is the key's (out, in) matrix."""
     return Weight((param,), (key,), lambda a: (a.T,), lambda a: (a.T,))
 
 
+@checked_row
 def flipped(param: str, key: str) -> Weight:
     """The (…, in, out) parameter is the key's (out, in, …) array, as in `nnx.Conv`."""
     return Weight((param,), (key,), lambda a: (last_first(a),), lambda a: (first_last(a),))
 
 
-def gates(param: str, keys: list[str]) -> Weight:
+@checked_row
+def gates(param: str, keys: Sequence[str]) -> Weight:
     """The parameter joins the gates' (out, in) matrices, or (out,) biases, on its last axis."""
     return Weight(
         (param,),
-        tuple(keys),
+        keys,
         lambda *gates: (namespace(gates[0]).concat([gate.T for gate in gates], axis=-1),),
         lambda a: tuple(gate.T for gate in namespace(a).split(a, len(keys), axis=-1)),
     )
 
 
+@checked_row
 def parts(
     params: Sequence[str], key: str, sizes: Sequence[int] = (), *, transpose: bool = True
 ) -> Weight:
@@ -131,19 +141,29 @@ def parts(
 
     Each of them has `sizes` rows, or the same number if no sizes are given.
     """
+    if sizes and len(sizes) != len(params):
+        raise ValueError(f"sizes: expected {len(params)}, one for each parameter, got {len(sizes)}")
     ends = [*itertools.accumulate(sizes)][:-1] if sizes else len(params)
 
     def turned(a):
         return a.T if transpose else a
 
+    def joined(*values):
+        rows = [turned(value) for value in values]
+        given = tuple(len(part) for part in rows)
+        if sizes and given != sizes:
+            raise ValueError(f"sizes: got {sizes}, but the parameters have {given} rows")
+        return (namespace(rows[0]).concat(rows),)
+
     return Weight(
-        tuple(params),
+        params,
         (key,),
         lambda a: tuple(turned(part) for part in namespace(a).split(a, ends)),
-        lambda *values: (namespace(values[0]).concat([turned(value) for value in values]),),
+        joined,
     )
 
 
+@checked_row
 def summed(params: tuple[str, str], key: str) -> Weight:
     """The key's array is the sum of two parameters. Import puts all of it into the first.
 
@@ -159,6 +179,7 @@ def summed(params: tuple[str, str], key: str) -> Weight:
     )
 
 
+@checked_row
 def added(param: str, keys: tuple[str, str]) -> Weight:
     """The parameter is the sum of two keys' arrays, such as torch's `bias_ih` and `bias_hh`.
 
@@ -174,6 +195,7 @@ def added(param: str, keys: tuple[str, str]) -> Weight:
     )
 
 
+@checked_row
 def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     """The parameter is the key's array without some axes of size 1."""
     return Weight(
@@ -184,6 +206,7 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     )
 
 
+@checked_row
 def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> Weight:
     """The parameters are the rows of the key's array, without some axes of size 1."""
     return Weight(
@@ -194,12 +217,14 @@ def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> We
     )
 
 
+@checked_row
 def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     """The parameter is the key's array with further axes of size 1."""
     row = squeezed(param, key, axes)
     return row._replace(to_jax=row.to_torch, to_torch=row.to_jax)
 
 
+@checked_row
 def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> Weight:
     """All keys have the array of the parameter.
 
@@ -219,6 +244,7 @@ def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> W
     )
 
 
+@checked_row
 def unused(key: str, value: np.ndarray) -> Weight:
     """A key that corresponds to no parameter, such as a counter.
 
@@ -239,6 +265,11 @@ def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weig
 def join(place: str, name: str) -> str:
     """Joins the path of a module and a name. "" is the path of the whole model."""
     return f"{place}.{name}" if place else name
+
+
+def last_word(path: str) -> str:
+    """The last word of a path, such as `bias` of `blocks.0.bias`."""
+    return path.rpartition(".")[2]
 
 
 def namespace(a) -> Any:

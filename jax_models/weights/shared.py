@@ -6,6 +6,7 @@ A shared layer has parameters, but knows no keys. The file of an architecture de
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+from jax_models.checks.arguments import checked
 from jax_models.weights.tables import Layouts
 
 
@@ -58,7 +59,8 @@ def layouts_of(
             first layout, unless the caller names another.
 
     Raises:
-        TypeError: `layer` is not a class of a shared layer.
+        TypeError: `layer` is not a class of a shared layer, or a value that is not a function is
+            decorated.
 
     """
     if not (isinstance(layer, type) and issubclass(layer, SharedLayer)):
@@ -68,6 +70,7 @@ def layouts_of(
             f"got {got}: build its table in the torch_layouts of your block"
         )
 
+    @checked()
     def declare(function: Callable[[Shared], Layouts]) -> Callable[[Shared], Layouts]:
         # If its module is reloaded, a function keeps its place.
         added = {(function.__module__, function.__qualname__): function}

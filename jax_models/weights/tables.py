@@ -6,9 +6,13 @@ kinds of `state_dict`, it has a table for each, and its `torch_layouts` returns 
 """
 
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from jax_models.checks.arguments import checked
+from jax_models.checks.values import check_divides, described
+from jax_models.weights.arguments import ROW_ARGUMENTS, Shape
 from jax_models.weights.rows import (
     Weight,
     first_last,
@@ -28,6 +32,29 @@ Layouts = dict[str, Table]
 """Tables by the names of their layouts."""
 
 
+def checked_table(argument: str, table: Any, expected: str = "a list of `Weight` rows") -> Table:
+    """Returns a table, or raises an error that says how to make one of the value."""
+    rows = table if isinstance(table, list) else []
+    others = [row for row in rows if not isinstance(row, Weight)]
+    if isinstance(table, list) and not others:
+        return table
+    got = f"{described(others[0])} in it" if others else described(table)
+    if isinstance(table, Weight):
+        got = "a single row: put it into a list"
+    elif others and isinstance(others[0], list):
+        got += ": unpack it, [*rows, …]"
+    elif isinstance(table, dict) and table:
+        got += f": choose the table of one layout, such as [{next(iter(table))!r}]"
+    elif hasattr(table, "torch_layouts"):
+        got += ": its torch_layouts() returns its tables by the names of their layouts"
+    raise TypeError(f"{argument}: expected {expected}, got {got}")
+
+
+checked_rows = checked({**ROW_ARGUMENTS, Table: checked_table})
+"""The decorator of the functions that make a table. It checks their arguments."""
+
+
+@checked_rows
 def linear(
     param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
 ) -> Table:
@@ -37,12 +64,13 @@ def linear(
     )
 
 
+@checked_rows
 def linear_general(
     param: str,
     key: str,
     *,
-    in_shape: tuple[int, ...],
-    out_shape: tuple[int, ...],
+    in_shape: Shape,
+    out_shape: Shape,
     bias: bool | None = None,
     use_bias: bool | None = None,
 ) -> Table:
@@ -59,11 +87,12 @@ def linear_general(
     return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
 
 
+@checked_rows
 def linear_of_image(
     param: str,
     key: str,
     *,
-    shape: tuple[int, ...],
+    shape: Shape,
     bias: bool | None = None,
     use_bias: bool | None = None,
 ) -> Table:
@@ -71,6 +100,8 @@ def linear_of_image(
 
     `shape` is torch's, (channels, height, width), or channels and any other number of axes.
     """
+    if not shape:
+        raise ValueError("shape: expected at least one axis, got ()")
 
     def to_jax(a):
         return (last_first(a.reshape(-1, *shape)).reshape(-1, a.shape[0]),)
@@ -82,6 +113,7 @@ def linear_of_image(
     return _with_bias(weight, param, key, bias, use_bias)
 
 
+@checked_rows
 def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, with any number of groups."""
     return _with_bias(
@@ -89,6 +121,7 @@ def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | Non
     )
 
 
+@checked_rows
 def conv_transpose(
     param: str,
     key: str,
@@ -124,11 +157,13 @@ def conv_transpose(
     return _with_bias(weight, param, key, bias, use_bias)
 
 
+@checked_rows
 def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
     return _with_bias(same(join(param, "kernel"), join(key, "kernel")), param, key, bias, use_bias)
 
 
+@checked_rows
 def layer_norm(
     param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
 ) -> Table:
@@ -136,16 +171,19 @@ def layer_norm(
     return _with_bias(same(join(param, "scale"), join(key, "weight")), param, key, bias, use_bias)
 
 
+@checked_rows
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
     """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or another norm, whose scale is called `name`."""
     return [same(join(param, "scale"), join(key, name))]
 
 
+@checked_rows
 def group_norm(param: str, key: str) -> Table:
     """`nnx.GroupNorm` and `torch.nn.GroupNorm`."""
     return layer_norm(param, key)
 
 
+@checked_rows
 def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None = None) -> Table:
     """`nnx.BatchNorm` and `torch.nn.BatchNorm1d`, `2d` or `3d`.
 
@@ -162,6 +200,7 @@ def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None =
     ]
 
 
+@checked_rows
 def multi_head_attention(
     param: str,
     key: str,
@@ -177,6 +216,7 @@ def multi_head_attention(
     `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim`, if given. In this
     case, torch has three matrices instead of one.
     """
+    check_divides("num_heads", num_heads, "features", features)
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
@@ -213,11 +253,13 @@ def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Wei
     )
 
 
+@checked_rows
 def embedding(param: str, key: str) -> Table:
     """`nnx.Embed` and `torch.nn.Embedding`."""
     return [same(join(param, "embedding"), join(key, "weight"))]
 
 
+@checked_rows
 def nested(table: Table, param: str, key: str) -> Table:
     """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
     return [row.within(param, key) for row in table]

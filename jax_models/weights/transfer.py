@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax_models.checks.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.keys import Fault, checked_mapping, joined, lines
-from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table
+from jax_models.weights.layouts import (
+    counterpart,
+    other_arrays,
+    params_of,
+    placeholder,
+    transformed,
+    weight_table,
+)
 from jax_models.weights.other_params import adopt, other_params
 from jax_models.weights.rows import Weight, join
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
@@ -77,6 +85,7 @@ def from_torch(
         UserWarning: weights are NaN or infinite.
 
     """
+    params = params_of(layer)
     place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
         if wrapper := wrapper_entered(whole, f"{place}."):
@@ -85,13 +94,13 @@ def from_torch(
     # Find the table, and the sharding of each parameter. If the layer's options leave open which
     # parameter it trains, the keys decide.
     name, table = weight_table(layer, layout, whole, place)
-    params = params_of(layer) | (others := other_params(layer, table))
+    params |= (others := other_params(layer, table))
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     # Check all shapes and dtypes before any values are read, because reading can take long.
     placeholders = {path: placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} {f'in layout {name!r}' if name else 'with this table'}"
-    check_entries(table, placeholders, state_dict, _check, what)
+    check_entries(table, placeholders, state_dict, _check, what, other_arrays(layer))
 
     # Read all arrays before any parameter is set, so that an error leaves the layer unchanged.
     placed, faults, not_finite = {}, [], []
@@ -186,10 +195,12 @@ def check_entries(
     state_dict: Mapping[str, Any],
     check: Callable[[Any, np.ndarray], None],
     what: str,
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Checks a state_dict's entries against arrays of the expected shapes and dtypes.
 
-    An entry that corresponds to no parameter may have any dtype.
+    An entry that corresponds to no parameter may have any dtype. `others` has the layer's arrays
+    that no table can name, by path.
 
     Raises:
         ValueError: keys are missing, unexpected, or refused by `check`. The message lists all of
@@ -219,7 +230,7 @@ def check_entries(
         for key in unexpected
         if key not in of_wrappers
     }
-    faults += [("unexpected key ", key, "") for key in shapes]
+    faults += [("unexpected key ", key, counterpart(key, shapes[key], others)) for key in shapes]
     faults += [("unexpected keys of ", each.description, "") for each in wrapped]
     _raise_faults([*_missing(missing, shapes), *faults], what)
 

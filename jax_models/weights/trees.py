@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_models.weights.keys import checked_mapping
 from jax_models.weights.layouts import check_rows, placeholder, transformed
 from jax_models.weights.stored import as_numpy
-from jax_models.weights.tables import Table
+from jax_models.weights.tables import Table, checked_rows
 from jax_models.weights.transfer import check_entries, check_shape
 
 
+@checked_rows
 def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that loads a torch `state_dict` into a tree of arrays, by a weight table.
 
@@ -30,6 +32,7 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     The function can be differentiated and compiled by `jax.jit`.
 
     Raises:
+        TypeError: `table` is not a list of rows, or the returned function gets no mapping.
         ValueError: a row does not fit the tree. The returned function raises a ValueError if keys
             are missing, unexpected or of another shape, and lists all of them.
 
@@ -42,6 +45,7 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     placeholders = {path: placeholder(leaf) for path, leaf in params.items()}
 
     def load(state_dict: Mapping[str, Any]) -> Any:
+        checked_mapping("state_dict", state_dict)
         rows = [row.for_keys(state_dict) for row in table]
         check_entries(rows, placeholders, state_dict, check_shape, what)
         loaded = dict(leaves)

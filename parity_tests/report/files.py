@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -15,6 +16,7 @@ from parity_tests.report.record import Record, changes
 from parity_tests.report.terminal import print_record
 from twinscan.command_line import CommandLineError
 from twinscan.files import check_writable, write_whole
+from twinscan.heartbeat import doing, written_by
 
 T = TypeVar("T")
 FORMS = {".html": page, ".json": Record.to_json}
@@ -105,6 +107,10 @@ def errors_naming(flag: str, path: Path) -> Iterator[None]:
         raise CommandLineError(f"{flag}: {path}: {reason}") from error
 
 
-def progress(items: Sequence[T], what: str) -> Iterable[T]:
-    """The items, with a progress bar on the terminal."""
-    return track(items, what, console=Console(stderr=True), transient=True)
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, with a progress bar on the terminal, and with a line about a slow item."""
+    console = Console(stderr=True)
+    with written_by(partial(console.print, markup=False, soft_wrap=True)):
+        for i, item in enumerate(track(items, what, console=console, transient=True), 1):
+            with doing(f"{what} {i} of {len(items)}: {item}"):
+                yield item

@@ -18,6 +18,7 @@ from parity_tests.engine.verdict.report import Report
 from parity_tests.report.files import Files, progress
 from parity_tests.report.save import record_of
 from twinscan.command_line import CommandLineError, parse
+from twinscan.heartbeat import doing
 
 EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair` without arguments"
 
@@ -115,7 +116,8 @@ def main(args: Sequence[str], prog: str) -> int:
     """Compares the pairs, prints a row for each pair and dtype, and returns the exit code."""
     arguments = parse(Arguments, args, prog=prog)
     old = arguments.previous_record()
-    makers = pairs_of(load(arguments.file))
+    with doing(f"importing {arguments.file}"):
+        makers = pairs_of(load(arguments.file))
     if not makers:
         raise CommandLineError(f"{arguments.file}: {EXPECTED}")
     names = arguments.chosen_names(makers, f"{arguments.file} has no pair with")

@@ -261,6 +261,10 @@ def linear_model() -> nnx.Module:
     return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
 
 
+IN_SEQUENTIAL = {
+    "twin": torch.nn.Sequential(torch.nn.LSTM(3, 4)),
+    "model": LSTM(3, 4, rngs=nnx.Rngs(0)),
+}
 NEED_TORCH = {"edge_inputs": True, "precision": "low"}
 REFUSED = [
     ("needs a loader", {"model": lambda w, x: x}),
@@ -290,6 +294,7 @@ REFUSED = [
     ("^call:", {"call": 3}),
     ("^call_twin:", {"call_twin": torch.nn.Tanh()}),
     ("^weights: layout:", {"weights": 3}),
+    (r'under "0\.": give twin\.get_submodule\("0"\) as the twin$', IN_SEQUENTIAL),
     ("^weights: Linear has no layout", {"weights": "keras"}),
     ("weights: the twin has no nix", {"model": linear_function, "weights": lambda w: w["nix"]}),
     ("^weights:", {"model": linear_function, "weights": lambda w: None}),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import GRU, LSTM, from_torch, to_torch
-from parity_tests import draft_table
+from jax_models import GRU, LSTM, RNN, Stack, from_torch, to_torch
+from parity_tests import compare, draft_table
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 nn = torch.nn
@@ -181,6 +181,100 @@ def test_a_cell_of_a_gru_has_rows_of_its_kernels_alone():
         ("dense_h.kernel", "weight_hh_l0"),
     ]
     assert sum("bias" in line and "has no row" in line for line in code.splitlines()) == 3
+
+
+class Loop(nn.Module):
+    """A loop over two cells of torch, the second of which reads the states of the first."""
+
+    def __init__(self, cell, in_features=3, names=("lower", "upper")):
+        super().__init__()
+        self.names = names
+        for name, features in zip(names, (in_features, 4), strict=True):
+            setattr(self, name, cell(features, 4))
+
+    def forward(self, x):
+        states, outputs = [None] * len(self.names), []
+        for y in x.unbind(1):
+            for i, name in enumerate(self.names):
+                states[i] = getattr(self, name)(y, states[i])
+                y = states[i][0] if isinstance(states[i], tuple) else states[i]
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, layer):
+        self.rnn = layer
+
+    def __call__(self, x):
+        return self.rnn(x)[0]
+
+
+CELLS = {nn.LSTMCell: LSTM, nn.GRUCell: GRU, nn.RNNCell: RNN}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("in_features", "names"),
+    [(3, ("lower", "upper")), (4, ("cell1", "cell2"))],
+    ids=["by shapes", "by numbers"],
+)
+def test_the_cells_of_a_loop_are_those_of_a_layer(cell, in_features, names):
+    twin = Loop(cell, in_features, names)
+    model = Wrapped(CELLS[cell](in_features, 4, num_layers=2, rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).standard_normal((2, 5, in_features))
+    with pytest.raises(ValueError, match=r"draft_table\(twin, model\) drafts the missing rows$"):
+        compare(twin, model, x, weights=[])
+    drafts = {"model": model}
+    exec(code := draft_table(twin, model), drafts)
+    assert "#" not in code, code
+    assert f'*nested(model.rnn.cell_table(1), "rnn", "{names[1]}"),' in code
+    assert compare(twin, model, x, weights=drafts["table"], dtypes="float64").passed
+
+
+def test_cells_whose_order_is_not_known_are_comments():
+    twin = nn.ModuleDict({name: nn.LSTMCell(3, 4) for name in ("there", "back")})
+    code = draft_table(twin, LSTM(3, 4, bidirectional=True, rngs=nnx.Rngs(0)))
+    assert drafted(code)["table"] == []
+    tables = [f'*nested(model.cell_table({i}), "", "back"),' for i in range(2)]
+    assert f"    # {'  # or '.join(tables)}" in code.splitlines()
+    assert "has no row" not in code
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        GRU(3, 4, num_layers=2, reset_after=False, rngs=nnx.Rngs(0)),
+        LSTM(3, 4, num_layers=2, use_peepholes=True, rngs=nnx.Rngs(0)),
+        RNN(3, 4, num_layers=2, recurrent_bias=False, rngs=nnx.Rngs(0)),
+    ],
+    ids=["reset_after", "peepholes", "recurrent_bias"],
+)
+def test_cells_that_torch_does_not_have_get_no_table(layer):
+    cell = {kind: cell for cell, kind in CELLS.items()}[type(layer)]
+    assert "nested" not in draft_table(Loop(cell), layer)
+    assert layer.foreign_format(Loop(cell).state_dict()).endswith("without these options")
+
+
+def test_the_layers_inside_a_layer_have_tables_of_their_own():
+    """A `Stack` has a table for modules whose names are numbers alone."""
+    twin = nn.ModuleDict({"forward1": nn.GRU(3, 4), "forward2": nn.GRU(4, 4)})
+    layers = [GRU(3, 4, rngs=nnx.Rngs(0)), GRU(4, 4, rngs=nnx.Rngs(1))]
+    model = Stack(layers)
+    code = draft_table(twin, model)
+    assert "#" not in code, code
+    names: dict = {"model": model}
+    exec(code, names)
+    back = to_torch(from_torch(model, twin.state_dict(), names["table"]), names["table"])
+    jax.tree.map(np.testing.assert_array_equal, back, dict(twin.state_dict()))
+
+
+def test_a_buffer_that_no_table_can_name_is_a_comment():
+    twin, model = nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    twin.register_buffer("scale", torch.ones(4))
+    model.scale = nnx.Variable(jnp.ones(4))
+    comment = "    # the key scale, shape (4,), has no row: the Variable of this name is not "
+    assert any(line.startswith(comment) for line in draft_table(twin, model).splitlines())
 
 
 @pytest.mark.parametrize(

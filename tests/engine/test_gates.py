@@ -53,6 +53,12 @@ def gru_step(fault, w, carry, x):
     return (h, c), h
 
 
+def run(step, fault, w, x):
+    start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
+    _, y = jax.lax.scan(lambda carry, x: step(fault, w, carry, x), start, x.swapaxes(0, 1))
+    return y.swapaxes(0, 1)
+
+
 FOLLOWS = "JAX computes all of them as torch does, and departs in what follows"
 FAULTS = {
     (nn.LSTM, "a bias of gate 1"): "gates in step 1: i, g and o agree, f departs",
@@ -70,16 +76,9 @@ FAULTS = {
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_the_gates_that_depart_are_named(kind, fault):
     torch.manual_seed(0)
-
-    def port(w, x):
-        step = lstm_step if kind is nn.LSTM else gru_step
-        start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
-        _, y = jax.lax.scan(lambda c, x: step(fault, w, c, x), start, x.swapaxes(0, 1))
-        return y.swapaxes(0, 1)
-
     report = compare(
         kind(2, SIZE, batch_first=True),
-        port,
+        lambda w, x: run(lstm_step if kind is nn.LSTM else gru_step, fault, w, x),
         X,
         weights=dict,
         call_twin=lambda twin, x: twin(x)[0],
@@ -87,6 +86,28 @@ def test_the_gates_that_depart_are_named(kind, fault):
         locate=True,
     )
     assert FAULTS[kind, fault] in report.location.remarks, f"\n{report}"
+
+
+@pytest.mark.slow
+def test_all_gates_of_a_direction_may_depart():
+    """The port runs both directions from the first step to the last."""
+    torch.manual_seed(0)
+
+    def port(w, x):
+        reverse = {key: w[f"{key}_reverse"] for key in w if not key.endswith("_reverse")}
+        return jnp.concatenate([run(lstm_step, "", each, x) for each in (w, reverse)], axis=-1)
+
+    report = compare(
+        nn.LSTM(2, SIZE, batch_first=True, bidirectional=True),
+        port,
+        X,
+        weights=dict,
+        call_twin=lambda twin, x: twin(x)[0],
+        dtypes="float64",
+        locate=True,
+    )
+    remark = "gates of layer 0, reverse in step 1: i, f, g and o depart"
+    assert remark in report.location.remarks, f"\n{report}"
 
 
 @pytest.mark.slow
@@ -122,3 +143,68 @@ def test_biases_of_float32_do_not_count_as_a_departure(rows, array):
     )
     remark = "gates in step 1: r and z agree, n departs"
     assert remark in report.location.remarks, f"\n{report}"
+
+
+class Inherits(nn.LSTM):
+    """Computes what torch's LSTM does."""
+
+
+class LSTM(nn.LSTM):
+    """Scales the outputs of torch's LSTM."""
+
+    def forward(self, x):
+        y, state = super().forward(x)
+        return 1.5 * y, state
+
+
+class GRUCell(nn.Module):
+    """A minimal gated unit with a third gate, under the name and with the weights of torch's."""
+
+    def __init__(self, features, hidden):
+        super().__init__()
+        self.weight_ih = nn.Parameter(torch.randn(3 * hidden, features))
+        self.weight_hh = nn.Parameter(torch.randn(3 * hidden, hidden))
+
+    def forward(self, x):
+        f, n, o = (x @ self.weight_ih.T).chunk(3, -1)
+        return torch.sigmoid(o) * (1 - torch.sigmoid(f)) * torch.tanh(n)
+
+
+def scan_lstm(w, x):
+    start = (jnp.zeros((len(x), SIZE), x.dtype),) * 2
+    step = lambda carry, x: lstm_step("a bias of gate 1", w, carry, x)  # noqa: E731
+    return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def run_cell(w, x):
+    """Has an r and a z as torch's own cell does, and another n."""
+    r, z, n = jnp.split(x @ w["weight_ih"].T, 3, -1)
+    return (1 - jax.nn.sigmoid(z)) * jnp.tanh(n + jax.nn.sigmoid(r))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("twin", "port", "x", "remark"),
+    [
+        (
+            lambda: Inherits(2, SIZE, batch_first=True),
+            scan_lstm,
+            X,
+            "gates in step 1: i, g and o agree, f departs",
+        ),
+        (lambda: LSTM(2, SIZE, batch_first=True), scan_lstm, X, None),
+        (lambda: GRUCell(2, SIZE), run_cell, X[:, 0], None),
+    ],
+    ids=["a subclass", "a subclass with its own forward", "another class"],
+)
+def test_only_what_runs_the_forward_of_torch_is_judged_by_its_equations(twin, port, x, remark):
+    torch.manual_seed(0)
+
+    def first(twin, x):
+        y = twin(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    report = compare(twin(), port, x, weights=dict, call_twin=first, dtypes="float64", locate=True)
+    assert not report.passed
+    remarks = [each for each in report.location.remarks if each.startswith("gates")]
+    assert remarks == ([remark] if remark else []), f"\n{report}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flax import nnx
 
+from jax_models import RNN
 from parity_tests import compare
 from parity_tests.engine.traces.hyperparameters import (
     hyperparameter_differences,
@@ -118,6 +119,61 @@ def test_the_momentum_of_a_user_s_layer_is_not_converted():
 
     of_torch = hyperparameters_of(torch.nn.BatchNorm1d(3))
     assert not [*hyperparameter_differences(of_torch, hyperparameters_of(BatchNorm()))]
+
+
+class Counted(torch.nn.Module):
+    """A module with an option, a size that it derives, and a state."""
+
+    def __init__(self, order: int = 2):
+        super().__init__()
+        self.order, self.taps, self.mode = order, order + 1, "eager"
+
+
+class CountedInJax(nnx.Module):
+    def __init__(self, order: int = 2, mode: str = "causal"):
+        self.order, self.taps, self.mode = order, order + 1, mode
+
+
+class WithoutOptions(nnx.Module):
+    def __init__(self):
+        self.order = 4
+
+
+class Causal(torch.nn.Conv1d):
+    def __init__(self, *args, causal: bool = True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.causal, self.left = causal, self.kernel_size[0] - 1
+
+
+OPTIONS = {
+    "an attribute of each": (Counted(), CountedInJax(), []),
+    "an option of both": (Counted(), CountedInJax(3), ["order 2 | order 3"]),
+    "an option of one": (Counted(), WithoutOptions(), []),
+    "nn.LSTM has a mode that is no option": (torch.nn.LSTM(3, 4), CountedInJax(), []),
+    "an option in an overload": (
+        torch.nn.RNN(3, 4),
+        RNN(3, 4, nonlinearity="relu", rngs=RNGS),
+        ["nonlinearity tanh | nonlinearity relu"],
+    ),
+    "an option of the base class": (
+        Causal(2, 3, 3, padding_mode="circular"),
+        torch.nn.Conv1d(2, 3, 3),
+        ["padding_mode circular | padding_mode zeros"],
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", OPTIONS)
+def test_only_options_of_both_constructors_are_compared(pair):
+    layer, other, expected = OPTIONS[pair]
+    assert [
+        *hyperparameter_differences(hyperparameters_of(layer), hyperparameters_of(other))
+    ] == expected
+
+
+def test_what_a_layer_derives_from_its_options_is_no_hyperparameter():
+    assert {"causal", "padding_mode", "in_channels"} <= hyperparameters_of(Causal(2, 3, 3)).keys()
+    assert "left" not in hyperparameters_of(Causal(2, 3, 3))
 
 
 def flax_norm(y):

@@ -148,7 +148,7 @@ def test_what_is_told_is_not_rounded():
     [
         ("inside", "first", "first, forward"),
         ("forward", "", ", forward, after first"),
-        ("backward", "", ", backward, after last"),
+        ("backward", "", ", backward, after the backward pass of last"),
     ],
 )
 def test_a_jax_model_is_a_reference(fault, culprit, verdict, tmp_path):

@@ -109,8 +109,13 @@ def test_a_layer_computes_what_a_loop_over_a_cell_does(kind):
 FAULTS = {
     "the module itself, forward, after embed, before cell": {"before": lambda x: 1.1 * x},
     "the module itself, forward, after cell in call 3 of 3": {"after": lambda y: 1.1 * y},
-    "the module itself, backward, after cell in call 1 of 3": {"before": half_stopped},
-    "the module itself, backward, after head, before cell": {"after": half_stopped},
+    "the module itself, backward, after the backward pass of cell in call 1 of 3": {
+        "before": half_stopped
+    },
+    (
+        "the module itself, backward, after the backward pass of head, before the backward pass of "
+        "cell"
+    ): {"after": half_stopped},
     "cell in call 1 of 3, backward": {"layer": Stopped},
     "cell in call 1 of 3, forward": {},
 }

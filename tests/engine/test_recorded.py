@@ -252,7 +252,7 @@ def test_a_bad_file_is_refused_in_one_line(whole_file, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
         assert str(error.value).startswith(str(bad))
     monkeypatch.setattr(stored, "SCHEMA", 9)
-    with pytest.raises(ValueError, match="a record of schema 4, this version reads 9: record it"):
+    with pytest.raises(ValueError, match="a record of schema 5, this version reads 9: record it"):
         compare(whole_file, pairs()["linear"].model, weights=linear("", ""))
     with pytest.raises(FileNotFoundError):
         compare(tmp_path / "none.safetensors", pairs()["linear"].model)

@@ -4,7 +4,7 @@ import inspect
 import pydoc
 import re
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Unpack, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,15 @@ OF_OTHERS = [
     ("^LSTM: .* got 3: .*lengths", lambda **k: build("LSTM")(X, None, None)),
     ("^LSTM.step: done: .*; reset is True at", lambda **k: build("LSTM").step(0, 0, done=0)),
     ("^SileroVADConfig: rate: .* sample_rate", lambda **k: SileroVADConfig(rate=8000)),
+    ("^LSTM: method: .* constructor$", lambda **k: build("LSTM")(X, method="xla")),
+    ("^LSTM.step: dtype: .* constructor$", lambda **k: build("LSTM").step(0, 0, dtype=0)),
+    ("^LSTM.step: lengths: .* to the call$", lambda **k: build("LSTM").step(0, 0, lengths=0)),
+    ("^GRU: starts: .* to the call$", lambda **k: GRU(3, 4, starts=0, **k)),
+    ("^LSTM: time_axis: .* nnx.view", lambda **k: build("LSTM")(X, time_axis="t")),
+    ("^LSTM: rows: .* rows.lengths", lambda **k: build("LSTM")(X, rows=0)),
+    ("^LSTM: implementation: .* method", lambda **k: LSTM(3, 4, implementation="xla", **k)),
+    ("^LSTM: num_directions: .* bidirectional", lambda **k: LSTM(3, 4, num_directions=2, **k)),
+    ("^RNNLanguageModelConfig: dtype: .* build", lambda **k: RNNLanguageModelConfig(dtype=int)),
     ("dropout: not offered", lambda **k: LSTM(3, 4, recurrent_dropout=0.1, **k)),
     ("carry_init: not offered: .*init_s", lambda **k: GRU(3, 4, carry_init=None, **k)),
     ("the activations are fixed$", lambda **k: GRU(3, 4, nonlinearity="relu", **k)),
@@ -162,6 +171,61 @@ def test_an_argument_of_another_package_is_answered_with_ours(message, call):
         call(rngs=nnx.Rngs(0))
 
 
+WRAPPERS = {
+    "Stack": lambda: jax_models.Stack([build("Hawk"), build("Hawk")]),
+    "Bidirectional": lambda: jax_models.Bidirectional(build("Hawk"), build("Hawk")),
+    "Reversed": lambda: jax_models.Reversed(build("Hawk")),
+}
+"""Layers that are made of other layers."""
+
+
+@pytest.mark.parametrize("name", [*SIZES, *WRAPPERS, "RNNLanguageModelConfig"])
+def test_a_call_without_arguments_names_the_class_of_the_layer_and_what_is_missing(name):
+    def call_without_arguments():
+        layer = WRAPPERS[name]() if name in WRAPPERS else build(name)
+        layer = layer.build(rngs=nnx.Rngs(0)) if name in CONFIGS else layer
+        for method in {"__call__", "step", "init_state", "logits"} & {*dir(layer)}:
+            shown = type(layer).__name__ + f".{method}" * (method != "__call__")
+            names = ", ".join(required_arguments(getattr(layer, method)))
+            with pytest.raises(TypeError, match=rf"^{shown}: missing {names}$"):
+                getattr(layer, method)()
+
+    jax.eval_shape(call_without_arguments)
+
+
+def typed_options(function) -> list[type]:
+    """The TypedDicts that a function or a class takes as keyword arguments."""
+    function = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
+    annotations = [
+        parameter.annotation
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+    ]
+    return [get_args(each)[0] for each in annotations if get_origin(each) is Unpack]
+
+
+DOCUMENTED = {name: inspect.getdoc(value) or "" for name, value in CALLED.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, text in DOCUMENTED.items() if "Args:" in text])
+def test_the_arguments_of_a_signature_are_under_args(name):
+    """Options are in the TypedDict that the docstring names."""
+    _, under_args = DOCUMENTED[name].split("Args:", 1)
+    entries = re.findall(r"^ +(\*{0,2}[\w, *]+?):", under_args, re.MULTILINE)
+    described = {entry.strip(" *") for found in entries for entry in found.split(",")}
+    options = {option for kind in typed_options(CALLED[name]) for option in get_type_hints(kind)}
+    assert {*signature(CALLED[name]).parameters} <= described | options
+
+
+@pytest.mark.parametrize("name", [name for name, value in CALLED.items() if typed_options(value)])
+def test_a_list_of_options_is_whole(name):
+    """The options in the sentence that names their TypedDict are all that it has, if any."""
+    for sentence in re.split(r"\.\s", DOCUMENTED[name]):
+        for kind in typed_options(CALLED[name]):
+            options = {*get_type_hints(kind)}
+            if f"`{kind.__name__}`" in sentence:
+                assert {*re.findall(r"`(\w+)`", sentence)} & options in (set(), options)
+
+
 REFUSED = [
     *(
         ("length: expected", lambda name=name, n=n: build(name)(n))
@@ -172,7 +236,7 @@ REFUSED = [
     *(
         ("^x: expected", lambda name=name, x=x: build(name)(x))
         for name in SIZES
-        if name.endswith("Norm") or name == "GatedMLP"
+        if name.endswith(("Norm", "MLP")) or name == "Experts"
         for x in (jnp.ones((4, 65)), jnp.ones((4, 1)), jnp.ones((4, 64), jnp.int32))
     ),
     *(
@@ -200,6 +264,11 @@ REFUSED = [
             ("RWKVBlock", {"layer_index": 3, "num_layers": 3}),
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
+            ("Experts", {"num_groups": 5}),
+            ("Experts", {"num_groups": 64}),
+            ("Experts", {"groups_per_token": 2}),
+            ("Experts", {"experts_per_token": 9, "num_groups": 16, "groups_per_token": 2}),
+            ("Experts", {"shared_gate": True}),
             ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
             ("RGLRU", {"epsilon": 1e-6, "parameterization": "direct"}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),

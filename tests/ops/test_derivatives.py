@@ -70,6 +70,10 @@ def local_attention(q, k, v, keys, values):
     return jnp.where(REAL[..., None], y, 0), last.keys, last.values
 
 
+def grouped_dot(x, kernels, **options):
+    return ops.grouped_dot(x, kernels, jnp.array([40, 0, 3]), **options)
+
+
 def online_conv(v, inputs, taps):
     """The step that ends a block of inputs, after all other inputs of the block."""
     options = {"taps": lambda h, length: h[:, :length], "max_length": MAX_LENGTH}
@@ -117,6 +121,7 @@ SHAPES = {
     modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
     wkv: (SEQUENCE, SEQUENCE, VECTOR, VECTOR, ROW, ROW, ROW),
     ops.long_conv: ((BATCH, FEATURES, TIME), (FEATURES, TIME)),
+    grouped_dot: ((50, 3), (3, 3, 4)),
     online_conv: ((BATCH, FEATURES, 1), (BATCH, FEATURES, 15), (FEATURES, MAX_LENGTH)),
 }
 IN_BOTH_MODES = [
@@ -129,6 +134,7 @@ IN_BOTH_MODES = [
     (projected_lstm, {}),  # has a matrix product after the state
     (gated_delta_rule, {"method": "chunked"}),
     (ops.long_conv, {"method": "twisted"}),
+    (grouped_dot, {"method": "blocks"}),
 ]
 ALL = [
     *IN_BOTH_MODES,
@@ -150,6 +156,7 @@ ALL = [
     (wkv, {"method": "associative"}),
     (ops.long_conv, {"method": "rfft"}),
     (online_conv, {}),
+    (grouped_dot, {"method": "ragged"}),
 ]
 
 
@@ -198,6 +205,19 @@ def test_hessians_are_the_same_in_both_modes(x64, operator, options):
     forward_over_reverse = jax.jit(jax.hessian(loss))(first)
     reverse_over_reverse = jax.jit(jax.jacrev(jax.grad(loss)))(first)
     assert_same(forward_over_reverse, reverse_over_reverse, "the Hessian")
+
+
+@pytest.mark.parametrize("nan", [0, 1])
+def test_a_nan_reaches_only_the_kernel_of_its_group(nan):
+    """Although blocks of other groups read its row, in x or in the gradient of y."""
+    arrays = [jnp.ones((40, size)) for size in (3, 4)]
+    arrays[nan] = arrays[nan].at[20].set(jnp.nan)
+    _, pull_back = jax.vjp(
+        lambda kernels: ops.grouped_dot(arrays[0], kernels, jnp.array([18, 10, 12])),
+        jnp.ones((3, 3, 4)),
+    )
+    [gradient] = pull_back(arrays[1])
+    assert jnp.isfinite(gradient).all(axis=(1, 2)).tolist() == [True, False, True]
 
 
 @pytest.mark.slow

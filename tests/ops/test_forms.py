@@ -2,9 +2,11 @@
 
 import importlib
 import pkgutil
+import re
 import sys
 from collections import defaultdict
 from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,6 +21,9 @@ from jax_models.entry_points import DuplicateNameError
 from jax_models.ops import forms
 from jax_models.ops.attention import tiles
 from jax_models.ops.forms import Form, Operator
+from jax_models.ops.grouped import GROUPED_OUTER
+from jax_models.ops.grouped.definition import Groups, OuterProducts
+from jax_models.ops.removed_forms import REMOVED_FORMS
 from jax_models.ops.rows import Rows
 from parity_tests.engine.bounds.tolerance import assert_same
 
@@ -250,6 +255,30 @@ def draw_long_conv(kind: str, draw: Draw):
     return run, [draw.array(shape) for shape in ("B T I", "I T", "I")], {}
 
 
+GROUPS = {"rows after the last group": (100, 0, 41, 7), "no other rows": (3, 80, 0, 0)}
+"""The sizes of the groups of rows. The smallest block has 32 rows."""
+
+
+def draw_grouped_dot(kind: str, draw: Draw):
+    sizes = np.array(GROUPS[kind])
+    rows = sizes.sum() + (9 if kind == "rows after the last group" else 0)
+
+    def run(method, x, kernels):
+        return ops.grouped_dot(x, kernels, sizes, method=method), ()
+
+    return run, (draw.array(f"{rows} I"), draw.array("4 I H")), {}
+
+
+def draw_grouped_outer(kind: str, draw: Draw):
+    _, (x, _), masks = draw_grouped_dot(kind, draw)
+    groups = Groups.of(jnp.array(GROUPS[kind]))
+
+    def run(method, x, y):
+        return GROUPED_OUTER(OuterProducts(x, y, groups), method), ()
+
+    return run, (x, draw.array(f"{len(x)} H")), masks
+
+
 CALLS = {
     "recurrence": (draw_recurrence, CELLS),
     "recurrent_stack": (draw_recurrent_stack, STACKED),
@@ -260,6 +289,8 @@ CALLS = {
     "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
     "attention": (draw_attention, ("whole", "local")),
     "long_conv": (draw_long_conv, ("real",)),
+    "grouped_dot": (draw_grouped_dot, GROUPS),
+    "grouped_outer": (draw_grouped_outer, GROUPS),
 }
 """For each operator, a function that draws a call, and the kinds of calls to draw.
 
@@ -399,6 +430,42 @@ def test_a_method_is_a_form_or_an_error():
         scale(x, "large")
     with pytest.raises(ValueError, match=r"^method: expected one of \['auto', .*, got 'large'"):
         LSTM(3, 4, method="large", rngs=nnx.Rngs(0))
+
+
+MIGRATION = (Path(__file__).parents[2] / "docs" / "migration.md").read_text().replace("`", "")
+FORMS_ON_THE_PAGE = [
+    (operator, form)
+    for row in re.findall(r"^\| (method=.*) \| .* \|$", MIGRATION, re.MULTILINE)
+    for operator in OPERATORS
+    if re.search(rf"\bops\.{operator}\b", row)
+    for form in re.findall(r'method="(\w+)"', row)
+]
+
+
+@pytest.mark.parametrize(("operators", "removed", "reason"), REMOVED_FORMS)
+def test_a_removed_form_is_answered_as_on_the_page_of_migration(operators, removed, reason):
+    for operator in operators.split():
+        for form in removed.split():
+            assert (operator, form) in FORMS_ON_THE_PAGE
+            with pytest.raises(ValueError, match=r"^method: expected one of .*, got") as error:
+                OPERATORS[operator].checked_method(form)
+            advice = f"got {form!r}, which was removed: leave method out: {reason}"
+            assert str(error.value).endswith(advice)
+            assert re.search(
+                rf"ops\.{operator}\b.* leave method out: {re.escape(reason)}", MIGRATION
+            )
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS_ON_THE_PAGE)
+def test_a_form_on_the_page_of_migration_is_one_or_was_removed(operator, form):
+    removed = [forms.split() for names, forms, _ in REMOVED_FORMS if operator in names.split()]
+    assert form in OPERATORS[operator].forms or any(form in forms for forms in removed)
+
+
+def test_layers_answer_removed_forms_too():
+    for layer in (RNN, GRU, LSTM):
+        with pytest.raises(ValueError, match="'joined', which was removed: leave method out"):
+            layer(3, 4, method="joined", rngs=nnx.Rngs(0))
 
 
 def test_forms_of_shows_the_choice_and_its_reasons():

@@ -109,6 +109,7 @@ OPS = {
     "gated_delta_rule": MASKS
     | arrays(q="B T O//2 I", k="B T O//2 I", v="B T O H", log_decay="B T O", beta="B T O")
     | {"state": array(BATCH, OUT, HIDDEN, IN)},
+    "grouped_dot": arrays(x="B I", kernels="T I O") | {"sizes": np.array([1, 0, 1], np.int32)},
 }  # fmt: skip
 FAULTS = {
     "another kind of dtype": lambda a: a.astype(np.float32 if a.dtype != np.float32 else np.int32),
@@ -135,6 +136,8 @@ ALLOWED = {
     ("online_conv", "v", "one along the last axis"),
     ("delayed", "state.inputs", "one more along the last axis"),
     ("delayed", "state.inputs", "one along the last axis"),
+    ("grouped_dot", "kernels", "one more along the last axis"),
+    ("grouped_dot", "kernels", "one along the last axis"),
 }  # fmt: skip
 """Cases that are allowed, because a size is free or more axes are possible."""
 ONE_LINE = r"[\w.]+: expected .+, got .+"
@@ -190,6 +193,14 @@ OTHERS = {"recurrence": RECURRENCE, "lstm_stack": STACK}
         ("lstm", {"lengths": np.array([4, -1])}, "lengths:"),
         ("lstm", {"state": ops.RNNState(array(2, 4))}, "state:"),
         ("lstm", {"params": array(4)}, "lstm: params: no such"),
+        ("lstm", {"starts": np.array([0, 1])}, "lstm: starts: .* padding only at the end"),
+        ("lstm", {"num_layers": 2}, "lstm: num_layers: .*; ops.recurrent_stack"),
+        ("gru", {"bidirectional": True}, "gru: bidirectional: .*; ops.recurrent_stack"),
+        ("gru", {"kernel_init": None}, "gru: kernel_init: .* weights themselves"),
+        ("wkv", {"dtype": jnp.float32}, "wkv: dtype: .* dtypes of the arrays"),
+        ("linear_recurrence", {"state": array(2, 3)}, "linear_recurrence: state: .* h0"),
+        ("lstm_stack", {"bidirectional": True}, "bidirectional: .* num_directions"),
+        ("lstm_stack", {"num_layers": 2}, "num_layers: .* cells"),
         ("lstm", {"reverse": "no"}, "reverse:"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity:"),
         ("rg_lru", {"a": None}, "a, a_param:"),
@@ -210,6 +221,8 @@ OTHERS = {"recurrence": RECURRENCE, "lstm_stack": STACK}
         ("delta_rule", {"min_log_w": -np.inf}, "min_log_w:"),
         ("delta_rule", {"min_log_w": 0.5}, "min_log_w:"),
         ("delta_rule", {"method": "parallel"}, "method:"),
+        ("grouped_dot", {"sizes": np.zeros(4, np.int32)}, "sizes:"),
+        ("grouped_dot", {"method": "dense"}, "method:"),
         ("gated_delta_rule", dict.fromkeys("qk", array(BATCH, TIME, 3, IN)), "v:"),
         ("causal_conv", {"kernel": array(2, 6)}, "state.inputs:"),
         ("online_conv", {"max_length": 0}, "max_length:"),

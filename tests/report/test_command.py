@@ -11,6 +11,7 @@ from parity_tests.report import command
 from parity_tests.report.command import UNFINISHED, main
 from parity_tests.report.record import Record
 from twinscan.command_line import CommandLineError, one_line_errors
+from twinscan.heartbeat import heartbeat
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -107,6 +108,36 @@ def test_a_pair_that_fails_ends_with_1_and_keeps_no_other_from_running(file, tmp
     assert "FAIL off, cpu, float64, outputs: worst in y" in printed
     assert re.search(r"broken, cpu: TypeError: add got .* \(line \d+\)", "\n".join(record.faults))
     assert "LookupError: no [checkpoint] of" in (tmp_path / "x.html").read_text()
+
+
+def test_a_slow_pair_is_named_while_it_is_compared(file, monkeypatch, capsys):
+    monkeypatch.setattr("twinscan.heartbeat.SECONDS", 0.005)
+    with heartbeat():
+        assert main([str(file)]) == 0
+    assert re.search(r"^comparing 2 of 2: lazy \(\d+ s so far\)$", capsys.readouterr().err, re.M)
+
+
+INTEGERS = """
+class Signs(torch.nn.Module):
+    def forward(self, x):
+        return (x > 0).long()
+
+
+{name} = Pair(Signs(), lambda weights, x: (x {comparison} 0).astype(int), x, weights=dict)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "comparison", "verdict"), [("same", ">", "pass"), ("other", "<", "FAIL")]
+)
+def test_integers_have_a_row_that_agrees_with_the_exit_code(
+    name, comparison, verdict, file, capsys
+):
+    file.write_text(HEAD + INTEGERS.format(name=name, comparison=comparison))
+    assert main([str(file)]) == (verdict == "FAIL")
+    printed = capsys.readouterr().out
+    assert re.search(rf"^│ {name} .* {verdict} +│$", printed, re.M)
+    assert (f"FAIL {name}, cpu: outputs" in printed) == (verdict == "FAIL")
 
 
 def test_options_take_the_places_of_the_pairs_own(file, tmp_path):

@@ -262,6 +262,16 @@ def test_a_config_that_was_changed_by_hand_is_refused_by_name(tmp_path):
         train_command.main(["--resume", str(run.folder)])
 
 
+def test_a_config_without_a_digest_may_be_that_of_an_early_version(tmp_path):
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
+    path = run.folder / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["digest"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CommandLineError, match="no digest, or an early version of twinscan wrote"):
+        Run.open(run.folder)
+
+
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.json"])
 def test_a_flipped_bit_of_a_runs_files_is_noticed(name, tmp_path):
     """A flip may keep the meaning, such as that of a letter's case in a JSON escape."""

@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import chex
@@ -13,20 +16,23 @@ from matplotlib.figure import Figure
 
 import train.command.train as train_command
 import train.trainer.step
-from train.command import evaluate
+from train.command import convert, evaluate, export, generate
 from train.data.text import ALL_WORK
 from train.data.vocabulary import Characters
 from train.data.windows import Batches, split
-from train.process import heartbeat
 from train.run.config import TrainConfig
 from train.run.curve import draw_curve
 from train.run.folder import Run, build_trainer
 from train.run.monitor import peak_flops
+from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError, one_line_errors
+from twinscan.heartbeat import doing, heartbeat, line_printed, written_by
 
 pytestmark = pytest.mark.usefixtures("unreported")
 ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
-TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
+WINDOWS = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)
+PARTS = {name: len(part.rows) * part.window for name, part in WINDOWS.items()}
+TRAINING = WINDOWS["train"]
 BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
 
 
@@ -144,12 +150,11 @@ def test_the_lines_of_a_run(tmp_path, monkeypatch, capsys):
         assert "mfu" not in line
         since = step
     assert training[-1]["seconds_left"] == 0
-    # On a busy machine, a line such as "building the model (10 s)" may come first.
-    printed = re.sub(r"^.* \(\d+ s\)\n", "", capsys.readouterr().out, flags=re.MULTILINE)
+    printed = capsys.readouterr().out
     assert printed.startswith(
         f"no checkpoint yet: starting from scratch, in {run.folder}\n1 × cpu, 1,380 parameters\n"
     )
-    assert "compiled in " in printed
+    assert re.search(r"^compiling the training step\ncompiled in \d", printed, re.MULTILINE)
     scalars = tensorboard_scalars(run.folder)
     for line in run.metrics() + training:
         for name in line.keys() - {"step"}:
@@ -172,30 +177,132 @@ def tensorboard_scalars(folder: Path) -> dict[tuple[int, str], float]:
     return scalars
 
 
+def assert_says(printed: str, *activities: str) -> None:
+    """Asserts that a line of the heartbeat names each activity, a regular expression."""
+    for activity in activities:
+        line = rf"^{activity} \(\d+ s so far\)$"
+        assert re.search(line, printed, re.MULTILINE), f"{activity} is not in {printed}"
+
+
+class Activities(list):
+    """The activities of a command, which also notes the descriptions of all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def append(self, begun):
+        describe, _ = begun
+        self.seen.append(describe())
+        super().append(begun)
+
+
+@pytest.mark.slow
+def test_every_command_says_what_takes_long(tmp_path, monkeypatch):
+    folder, run = tmp_path / "run", ["--run", str(tmp_path / "run")]
+
+    def activities(main: Callable[..., object], *args: str) -> list[str]:
+        found = Activities()
+        with monkeypatch.context() as patched:
+            patched.setattr("twinscan.heartbeat._activities", found)
+            main(args)
+        return found.seen
+
+    begun = activities(train_command.main, "--out", str(folder), *ARGS)
+    assert begun[:6] == [
+        "reading the options",
+        "preparing the run",
+        "reading the text",
+        "building the model",
+        "initializing the weights",
+        "training: step 0 of 30",
+    ]
+    assert begun[6:10] == [
+        "writing the checkpoint of step 0",
+        "evaluating step 0 on the part train",
+        "evaluating step 0 on the part val",
+        "writing the checkpoint of step 0",
+    ]
+    assert begun[10:12] == ["compiling the training step", "evaluating step 10 on the part train"]
+
+    opening = ["building the model", "reading the newest checkpoint"]
+    evaluating = [f"evaluating the part {part}: 0 of {n} tokens" for part, n in PARTS.items()]
+    assert activities(evaluate.main, *run) == [*opening, "reading the text", *evaluating]
+    prompts = "--prompt", "A", "--prompt", "w", "--num-tokens", "9"
+    opened = ["opening the model and the prompts", *opening, "compiling, and reading the prompt"]
+    drawing = "drawing token 1 of at most 9"
+    assert activities(generate.main, *run, *prompts) == [*opened, drawing]
+    # Nothing interrupts a single text, which shows its own progress.
+    assert activities(generate.main, *run, *prompts[2:]) == opened
+    twin, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    comparing = "comparing the logits with those of the PyTorch twin"
+    exporting = [*opening, f"writing {twin}", comparing]
+    assert activities(export.main, *run, "--out", str(twin)) == exporting
+    converting = [*opening, f"writing {other}"]
+    assert activities(convert.main, "--from", str(folder), "--to", str(other)) == converting
+    reading = ["opening the model and the prompts", f"reading {other}", opened[-1]]
+    numbers = "--weights", str(other), "--prompt-tokens", "1 2"
+    assert activities(generate.main, *numbers) == reading
+    again = tmp_path / "c.safetensors"
+    converting = [f"reading {other}", f"writing {again}"]
+    assert activities(convert.main, "--from", str(other), "--to", str(again)) == converting
+
+
 @pytest.mark.slow
 def test_a_long_silence_is_broken(tmp_path, monkeypatch, capsys):
-    """While the run is compiled, evaluated and trained, and not while it prints lines anyway."""
-    monkeypatch.setattr("train.process.heartbeat.SECONDS", 0.001)
-    command(tmp_path / "run", "--log-every", "30", "--eval-every", "30")
-    printed = capsys.readouterr().out
-    for activity in (
-        "building the model",
-        "evaluating step 0 on the part train",
-        "compiling the training step",
-        r"step \d+ of 30",
-    ):
-        assert re.search(rf"^{activity} \(\d+ s\)$", printed, re.MULTILINE), activity
-    evaluate.main(["--run", str(tmp_path / "run")])
-    assert re.search(r"^train: 0 of \d+ tokens \(0 s\)$", capsys.readouterr().err, re.MULTILINE)
-    monkeypatch.setattr("train.process.heartbeat.SECONDS", 0.2)
+    """Of `train`, the lines go to the console, which also has a progress bar."""
+    monkeypatch.setattr("twinscan.heartbeat.SECONDS", 0.005)
+    with heartbeat():
+        command(tmp_path / "run", "--log-every", "30", "--eval-every", "30")
+        assert_says(
+            capsys.readouterr().out,
+            "building the model",
+            "evaluating step 0 on the part train",
+            "compiling the training step",
+            r"training: step \d+ of 30",
+        )
+        evaluate.main(["--run", str(tmp_path / "run")])
+        assert_says(capsys.readouterr().err, r"evaluating the part train: 0 of \d+ tokens")
+
+
+def test_the_time_of_an_activity_is_its_own(tmp_path, monkeypatch, capsys):
+    """That of the compilation, for example, does not include the evaluation before it."""
+    evaluate = Trainer.evaluate
+
+    def slow_evaluate(*args):
+        time.sleep(1)
+        return evaluate(*args)
+
+    monkeypatch.setattr("twinscan.heartbeat.SECONDS", 0.005)
+    monkeypatch.setattr(Trainer, "evaluate", slow_evaluate)
+    with heartbeat():
+        command(tmp_path / "run", "--num-steps", "1")
+    assert "compiling the training step (0 s so far)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["twinscan", "train"])
+def test_the_imports_are_not_silent_either(module):
+    """Without a warm cache of the disk, they may take longer than anything that follows."""
+    code = (
+        "import runpy, sys, twinscan.heartbeat; twinscan.heartbeat.SECONDS = 0.01; "
+        f"sys.argv[1:] = {['train'] * (module == 'twinscan')} + ['--help']; "
+        f"runpy.run_module({module!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert_says(done.stderr, "importing packages")
+
+
+def test_a_heartbeat_comes_after_a_silence_only(monkeypatch):
+    monkeypatch.setattr("twinscan.heartbeat.SECONDS", 0.2)
     lines = []
-    with heartbeat.heartbeat(lines.append), heartbeat.doing("sleeping"):
+    with heartbeat(), written_by(lines.append), doing("sleeping"), heartbeat():
         for _ in range(8):
             time.sleep(0.05)
-            heartbeat.line_printed()
+            line_printed()
         assert lines == []
         time.sleep(0.5)
-    assert lines[0] == "sleeping (1 s)"
+    assert lines[0] == "sleeping (1 s so far)"
+    assert len(lines) <= 2  # the inner heartbeat prints none of its own
 
 
 def test_the_curve_has_a_caption(tmp_path, monkeypatch):

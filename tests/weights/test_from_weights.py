@@ -1,7 +1,5 @@
 """Weights in memory are loaded as those in files are."""
 
-import importlib
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from published import GRIFFIN, assert_same_weights, weights_of
 
-import jax_models
 from jax_models import from_weights, to_torch
 
 
@@ -37,12 +34,3 @@ def test_what_is_no_model_is_refused():
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             from_weights(wrong, **fields)
-
-
-@pytest.mark.parametrize("name", jax_models._REMOVED)
-def test_a_removed_function_names_the_new_one(name):
-    message = f"{name} was removed: use from_weights"
-    with pytest.raises(ImportError, match=f"^{re.escape(message)}"):
-        exec(f"from jax_models import {name}", {})
-    with pytest.raises(AttributeError, match="has no attribute 'from_weight'"):
-        _ = importlib.import_module("jax_models").from_weight

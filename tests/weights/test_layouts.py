@@ -194,6 +194,48 @@ def test_a_config_without_sizes_is_not_guessed():
     assert Unsized.from_state_dict(weights, **vars(config)) == config
 
 
+KEYS = Layout("embedding.weight", "blocks", "norm.weight")
+WRONG_LAYOUTS = {
+    ": expected Layout(": (TypeError, ["embedding.weight", "blocks", "norm.weight"]),
+    ".norm: expected str, got an int": (TypeError, KEYS._replace(norm=3)),
+    ".head: expected str, got a tuple of 1": (TypeError, KEYS._replace(head=("head.weight",))),
+    ".repeats_embedding: expected True or False, got 1": (
+        ValueError,
+        KEYS._replace(repeats_embedding=1),
+    ),
+    ".positions: expected Weight(": (TypeError, KEYS._replace(positions="positions.weight")),
+    ": the keys of embedding, norm and head: expected different names, got 'norm.weight' 2 times": (
+        ValueError,
+        KEYS._replace(head="norm.weight"),
+    ),
+    ".sizes: expected a mapping of fields to their sources, got a list of 1": (
+        TypeError,
+        KEYS._replace(sizes=["units"]),
+    ),
+    ".sizes['units'].key: expected str, got an int": (
+        TypeError,
+        KEYS._replace(sizes={"units": Size(0)}),  # pyright: ignore[reportArgumentType]
+    ),
+    ".sizes['units'].axis: expected an integer, got '0'": (
+        ValueError,
+        KEYS._replace(sizes={"units": (Size("*.esn.bias", "0"), ...)}),  # pyright: ignore
+    ),
+    ".sizes['units'].convert: expected a function, got an int": (
+        TypeError,
+        KEYS._replace(sizes={"units": Size("*.esn.bias", 0, convert=3)}),  # pyright: ignore
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_LAYOUTS)
+def test_a_wrong_layout_is_refused_where_its_class_is_defined(message):
+    error, layout = WRONG_LAYOUTS[message]
+    with pytest.raises(error, match="^" + re.escape(f"Wrong.layouts['of mine']{message}")):
+
+        class Wrong(HawkLanguageModelConfig):
+            layouts: ClassVar = {"of mine": layout}
+
+
 ESN = {"blocks.0.esn.leak": np.float32(0.25), "blocks.0.esn.bias": np.ones(3), "rnn.w": np.ones(4)}
 
 
@@ -213,7 +255,7 @@ ESN = {"blocks.0.esn.leak": np.float32(0.25), "blocks.0.esn.bias": np.ones(3), "
     ],
 )
 def test_a_size_is_an_axis_or_a_scalar_in_or_outside_of_the_blocks(size, value):
-    checkpoint = Checkpoint(ESN, Layout("embedding.weight", "blocks", "norm.weight"))
+    checkpoint = Checkpoint(ESN, KEYS)
     if isinstance(value, str):
         with pytest.raises(ValueError, match=rf"^state_dict: blocks.0.esn.\w+: {value}$"):
             checkpoint.field(size, {})

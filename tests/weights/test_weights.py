@@ -1,6 +1,9 @@
 """Weights that do not fit, and the error messages for them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -12,8 +15,42 @@ from flax import nnx
 from published import RWKV, build
 
 import torch_ref
-from jax_models import GRU, LSTM, RNN, from_torch, to_torch
-from jax_models.weights import Weight, nested, same, transposed
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Bidirectional,
+    Constant,
+    GatedMLP,
+    Hawk,
+    from_keras,
+    from_torch,
+    project,
+    state_batch_axes,
+    to_torch,
+)
+from jax_models.weights import (
+    Weight,
+    added,
+    batch_norm,
+    conv_transpose,
+    gates,
+    layouts_of,
+    linear,
+    linear_general,
+    linear_of_image,
+    loader,
+    multi_head_attention,
+    nested,
+    parts,
+    same,
+    squeezed,
+    stacked,
+    summed,
+    tied,
+    transposed,
+    unused,
+)
 from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -58,6 +95,10 @@ def test_a_foreign_module_needs_a_table():
             to_torch(layer, [*table, row])
 
 
+ROW = same("a", "b")
+LINEAR = {"kernel": np.ones((3, 4)), "bias": np.ones(4)}
+FIVE_ROWS = parts(["kernel"], "weight", [5])
+attention = partial(multi_head_attention, "attn", "attn", features=8)
 REFUSED = [
     ("none of its keys fits LSTM", lambda: from_torch(lstm(), {"kernel": np.zeros(3)})),
     ("state_dict: it has no keys", lambda: from_torch(lstm(), {})),
@@ -74,6 +115,68 @@ REFUSED = [
     (
         "no torch module combines the options",
         lambda: to_torch(lstm(proj_features=3, proj_bias=True, num_layers=2)),
+    ),
+    (
+        r"^layout: 'torch.nn.cell' is a single cell .* has bidirectional=True: .*cell_table\(0\)",
+        lambda: to_torch(lstm(bidirectional=True), "torch.nn.cell"),
+    ),
+    ("^index: expected less than the 1 cells, got 1$", lambda: lstm().cell_table(1)),
+    ("^index: expected at least 0, got -1$", lambda: lstm().cell_table(-1)),
+    ("^index: expected an integer, got '0'$", lambda: lstm().cell_table("0")),
+    ("^index: expected an integer, got None$", lambda: lstm().cell_table(None)),
+    ("^cell_table: .* has use_peepholes=True", lambda: lstm(use_peepholes=True).cell_table(0)),
+    (
+        r"^table: expected a list of `Weight` rows, got a dict: choose .* \['torch.nn'\]$",
+        lambda: nested(lstm().torch_layouts(), "rnn", "rnn"),
+    ),
+    ("^table: .*, got a single row: put it into a list$", lambda: nested(same("a", "b"), "", "")),
+    ("^table: .*, got a single row", lambda: loader({"a": np.ones(3)}, same("a", "b"))),
+    ("^layout: expected a name or .*, got a single row", lambda: to_torch(lstm(), same("a", "b"))),
+    ("^table: .*, got a LSTM: its torch_layouts", lambda: nested(lstm(), "rnn", "rnn")),
+    (r"^table: .* in it: unpack it, \[\*rows", lambda: nested([linear("a", "b")], "", "")),
+    ("^state_dict: expected a mapping", lambda: loader({"a": np.ones(3)}, [ROW])([3])),
+    ("^param: .* names around each dot.*got 'layers.0.'$", lambda: linear("layers.0.", "0")),
+    ("^key: expected a path such as 'layers.0', got 0$", lambda: nested([ROW], "layers", 0)),
+    ("^key: expected a path .*, got \\['weight'\\]$", lambda: same("kernel", ["weight"])),
+    ("^param: expected a path .*, got a LSTM$", lambda: linear(lstm(), torch.nn.Linear(3, 4))),
+    ("^num_heads: expected a positive integer, got 0$", lambda: attention(num_heads=0)),
+    ("^num_heads: expected a divisor of features=8, got 3$", lambda: attention(num_heads=3)),
+    (
+        "^in_shape: expected a tuple of positive integers, got 3$",
+        lambda: linear_general("a", "b", in_shape=3, out_shape=(4,)),
+    ),
+    ("^shape: expected at least one axis", lambda: linear_of_image("a", "b", shape=())),
+    ("^axes: expected a tuple of integers, got 0$", lambda: squeezed("a", "b", 0)),
+    ("^params: expected 2 names, got 1$", lambda: summed(("bias",), "bias")),
+    ("^keys: expected 2 names, got 3$", lambda: added("bias", ("a", "b", "c"))),
+    ("^keys: expected at least one name", lambda: gates("kernel", [])),
+    ("^sizes: expected 2, one for each", lambda: parts(["a", "b"], "weight", [5])),
+    ("^sizes: expected a positive integer, got 0$", lambda: parts(["a"], "weight", [0])),
+    (
+        r"^weight: sizes: got \(5,\), but the parameters have \(4,\) rows$",
+        lambda: to_torch(nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0)), [FIVE_ROWS]),
+    ),
+    ("^bias: expected True or False, got 'no'$", lambda: linear("a", "b", bias="no")),
+    ("^affine: expected True or False", lambda: batch_norm("a", "b", affine="no")),
+    ("^groups: expected a positive", lambda: conv_transpose("a", "b", groups="2")),
+    ("^value: expected an array of numbers", lambda: unused("a", [[1], [2, 3]])),
+    ("^linear: paam: no such argument; did you mean param?", lambda: linear(paam="a", key="b")),
+    ("^function: expected a function, got an int$", lambda: layouts_of(GatedMLP)(3)),
+    ("^params: expected a tree of parameters, got an int$", lambda: project(3)),
+    (
+        "^table: leave out `params.` in .*: Linear has, .* bias, not params.bias$",
+        lambda: to_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), linear("params", "")),
+    ),
+    (
+        "^table: write `params.` before .*: the tree has, .* params.fc.bias, not fc.bias$",
+        lambda: loader({"params": {"fc": LINEAR}}, linear("fc", "fc")),
+    ),
+    ("^layer: expected an nnx.Module, got the class LSTM$", lambda: from_torch(LSTM, {})),
+    ("^layer: .*, got the class Hawk$", lambda: state_batch_axes(Hawk)),
+    ("^layer: .* Keras, got a LSTM of torch$", lambda: from_keras(torch.nn.LSTM(3, 4))),
+    (
+        "^layer: .* Keras, got a Bidirectional of jax_models$",
+        lambda: from_keras(Bidirectional(lstm(), lstm())),
     ),
 ]
 
@@ -149,11 +252,110 @@ def test_a_function_in_the_place_of_a_flag_is_refused(name):
         Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a,), *flags.values())
 
 
-@pytest.mark.parametrize("field", ["params", "keys", "tied"])
-def test_a_string_in_the_place_of_names_is_refused(field):
-    names = {"params": ("bias",), "keys": ("bias",), field: "bias"}
-    with pytest.raises(TypeError, match=f"{field}: expected a tuple of names, got 'bias'"):
-        Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+def bias_row(**fields) -> Weight:
+    """A row for a bias, with some fields replaced."""
+    names = {"params": ("bias",), "keys": ("bias",), **fields}
+    return Weight(**names, to_jax=lambda a: (a,), to_torch=lambda a: (a,))
+
+
+ROWS_OF_NAMES = {
+    "Weight's params": ("params", lambda names: bias_row(params=names)),
+    "Weight's keys": ("keys", lambda names: bias_row(keys=names)),
+    "Weight's tied": ("tied", lambda names: bias_row(tied=names)),
+    "gates": ("keys", lambda names: gates("kernel", names)),
+    "parts": ("params", lambda names: parts(names, "weight")),
+    "summed": ("params", lambda names: summed(names, "bias")),
+    "added": ("keys", lambda names: added("bias", names)),
+    "stacked": ("params", lambda names: stacked(names, "weight")),
+    "tied": ("keys", lambda names: tied("embedding", names)),
+    "tied's optional": ("optional", lambda names: tied("embedding", ("a",), names)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS_OF_NAMES)
+def test_names_of_a_row_are_different_strings_in_a_tuple_or_a_list(row):
+    field, build = ROWS_OF_NAMES[row]
+    of_list, of_tuple = build(["b", "c"]), build(("b", "c"))
+    for name in ("params", "keys", "tied"):
+        assert getattr(of_list, name) == getattr(of_tuple, name)
+    for names, error, message in (
+        ("bc", TypeError, "expected a tuple of names, got 'bc'"),
+        ({"b": 1}, TypeError, "expected a tuple of names, got {'b': 1}"),
+        (["b", 3], TypeError, "expected names, got 3"),
+        ((("b", "c"),), TypeError, r"expected names, got \('b', 'c'\)"),
+        (("b", "c", "b"), ValueError, "expected different names, got 'b' 2 times"),
+    ):
+        with pytest.raises(error, match=f"^{field}: {message}$"):
+            build(names)
+
+
+class Scaled(nnx.Module):
+    """A linear layer whose outputs are multiplied by a buffer."""
+
+    def __init__(self, kind: Callable[[jax.Array], Any]):
+        self.fc, self.scale = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), kind(jnp.zeros(4))
+
+    def __call__(self, x):
+        return self.fc(x) * self.scale[...]
+
+
+class TorchScaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 4)
+        self.register_buffer("scale", torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+class Buffer(nnx.Variable):
+    """A variable of a class of a user's own."""
+
+
+def both(blocks: list, container: Callable[..., Any]) -> Any:
+    """A module that holds these blocks."""
+    module = container()
+    module.blocks = (torch.nn.ModuleList if container is torch.nn.Module else nnx.List)(blocks)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(nnx.Variable, "Variable"), (Buffer, "Buffer"), (jnp.asarray, "array"), (np.asarray, "array")],
+    ids=["Variable", "subclass", "jax array", "numpy array"],
+)
+def test_a_buffer_that_no_table_can_name_is_to_be_a_constant(kind, name):
+    twin, x = TorchScaled(), np.random.default_rng(0).standard_normal(3)
+    table = [*linear("fc", "fc"), same("scale", "scale")]
+    what_to_do = (
+        f"scale: the {name} of this name is not transferred; make it a jax_models.Constant, or an "
+        "nnx.Param if it is trained"
+    )
+    for rows in (table, table[:-1]):
+        message = f"table: Scaled has no parameter {what_to_do}" if rows is table else what_to_do
+        with pytest.raises(ValueError, match=message):
+            from_torch(Scaled(kind), twin.state_dict(), rows)
+        with pytest.raises(ValueError, match=message):
+            compare(twin, Scaled(kind), x, weights=rows)
+    assert compare(twin, Scaled(Constant), x, weights=table).passed
+
+
+def test_a_buffer_of_another_shape_or_name_is_no_counterpart():
+    twin, model = TorchScaled(), Scaled(nnx.Variable)
+    state_dict = twin.state_dict()
+    for key, value in (("scale", torch.ones(5)), ("shift", torch.ones(4))):
+        weights = {k: v for k, v in state_dict.items() if k != "scale"} | {key: value}
+        with pytest.raises(ValueError, match=f"unexpected key {key}$"):
+            from_torch(model, weights, linear("fc", "fc"))
+
+
+def test_buffers_of_several_blocks_share_a_line():
+    twin = both([TorchScaled() for _ in range(3)], torch.nn.Module)
+    model = both([Scaled(nnx.Variable) for _ in range(3)], nnx.Module)
+    table = [row for i in range(3) for row in linear(f"blocks.{i}.fc", f"blocks.{i}.fc")]
+    with pytest.raises(ValueError, match=r"\n  unexpected key blocks.{0-2}.scale: the Variable of"):
+        from_torch(model, twin.state_dict(), table)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])

@@ -1,6 +1,6 @@
-"""A gated multilayer perceptron in plain PyTorch."""
+"""Multilayer perceptrons in plain PyTorch, with and without a gate."""
 
-__all__ = ["GatedMLP"]
+__all__ = ["MLP", "GatedMLP"]
 
 from torch import Tensor, nn
 
@@ -26,3 +26,23 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MLP(nn.Module):
+    """`y = relu(x W_up)² W_down`, or with another `activation`."""
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        use_bias: bool = False,
+        activation: str = "relu2",
+    ):
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up_proj = nn.Linear(features, mlp_features, bias=use_bias)
+        self.down_proj = nn.Linear(mlp_features, features, bias=use_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))

@@ -33,6 +33,7 @@ from train.process.files import whole
 from train.run.folder import PRETRAINED, Run
 from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, parse
+from twinscan.heartbeat import doing
 
 PROG = "python -m train.command.convert"
 MOST = 5 * 10**9
@@ -68,7 +69,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     if run is not None:
         model = with_param_dtype(run.model(), arguments.param_dtype)
     else:
-        with faults_of_checkpoint(source):
+        with faults_of_checkpoint(source), doing(f"reading {source}"):
             model = load_pretrained(source, param_dtype=arguments.param_dtype)
     layout = arguments.layout or next(iter(model.torch_layouts()))
     try:
@@ -76,7 +77,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     except ValueError as error:
         raise CommandLineError(f"--{error}") from None
     if target.suffix in SAFETENSORS + TORCH:
-        with whole(target) as partial:
+        with whole(target) as partial, doing(f"writing {target}"):
             write_file(partial, weights, is_torch=target.suffix in TORCH)
     else:
         with faults_of_checkpoint(source):
@@ -86,7 +87,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         config = config_of(model, layout, known, ids)
         if f"{layout}-file" in model.torch_layouts():  # files leave out tied weights
             weights = stored_weights(model, f"{layout}-file")
-        with whole(target) as partial:
+        with whole(target) as partial, doing(f"writing {target}"):
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir(parents=True)
             write_folder(partial, weights, config, files)

@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from jax_models.options import CheckedFields
 from train.checks import Paths
 from train.data.text import Text
 from train.data.windows import Windows, split
-from train.process.heartbeat import doing, heartbeat
 from train.run.folder import Run
 from train.trainer.mesh import no_mesh
 from train.trainer.step import Trainer
 from twinscan.command_line import parse
+from twinscan.heartbeat import doing, line_printed
 
 PROG = "python -m train.command.evaluate"
 
@@ -44,7 +43,7 @@ class Arguments(CheckedFields):
     """The folder that caches tokenized texts, as in `twinscan train`."""
 
 
-BATCHES_AT_ONCE = 64
+BATCHES_AT_ONCE = 16
 """Number of batches that are read and evaluated in one call."""
 
 
@@ -67,13 +66,16 @@ def all_losses(
     """The losses of a part, while `heartbeat` can say how many of its tokens are done."""
     found: list[np.ndarray] = []
     total = len(rows) * rows.window
-    with doing(lambda: f"{name}: {sum(map(len, found)):,} of {total:,} tokens"):
+
+    def describe() -> str:
+        return f"evaluating the part {name}: {sum(map(len, found)):,} of {total:,} tokens"
+
+    with doing(describe):
         found.extend(losses(trainer, params, rows, batch_size))
     return np.concatenate(found)
 
 
 @no_mesh()
-@heartbeat(lambda line: print(line, file=sys.stderr, flush=True))
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Prints the mean loss and probability of both parts of a text."""
     arguments = parse(Arguments, args, prog=prog)
@@ -81,8 +83,9 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     run = Run.open(arguments.run)
     config, vocabulary = run.config, run.vocabulary
     trainer, params = run.restore_trainer()
-    text = Text(arguments.text or config.text, config.separator)
-    tokens = text.tokens(vocabulary, arguments.cache)
+    with doing("reading the text"):
+        text = Text(arguments.text or config.text, config.separator)
+        tokens = text.tokens(vocabulary, arguments.cache)
     for name, part in split(tokens, config.window, config.val_rows).items():
         num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)
         rows = dataclasses.replace(part, starts=part.rows.starts[:num_rows])
@@ -92,3 +95,4 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             f"mean probability {np.exp(-loss).mean(dtype=np.float64):.4f}, "
             f"over {loss.size:,} {vocabulary.unit}s"
         )
+        line_printed()

@@ -21,6 +21,7 @@ from train.process.files import whole
 from train.run.folder import Run
 from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, parse
+from twinscan.heartbeat import doing
 
 PROG = "python -m train.command.export"
 
@@ -39,7 +40,7 @@ class Arguments:
 @checked_options
 def export(model: LanguageModel, path: Path) -> None:
     """Writes the model's weights as a safetensors file of the twin's state_dict."""
-    with whole(path) as partial:
+    with whole(path) as partial, doing(f"writing {path}"):
         partial.write_bytes(save(to_torch(model)))
 
 
@@ -81,7 +82,8 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
 def describe_errors(model: LanguageModel, path: Path) -> str:
     """A line about the comparison with the twin."""
     try:
-        jax_error, twin_error = logit_errors(model, path)
+        with doing("comparing the logits with those of the PyTorch twin"):
+            jax_error, twin_error = logit_errors(model, path)
     except ImportError:
         return "torch is not installed: the twin was not run"
     return (

@@ -6,6 +6,7 @@ if __name__ == "__main__":
     run_module("train.command.generate")
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -31,6 +32,7 @@ from train.data.vocabulary import first_token
 from train.run.folder import Run
 from train.trainer.mesh import no_mesh
 from twinscan.command_line import CommandLineError, NonFiniteError, parse
+from twinscan.heartbeat import doing
 
 PROG = "python -m train.command.generate"
 
@@ -108,7 +110,8 @@ class PromptedModel(NamedTuple):
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Prints the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)
-    opened = _open_model_and_prompts(arguments)
+    with doing("opening the model and the prompts"):
+        opened = _open_model_and_prompts(arguments)
     vocabulary = opened.vocabulary
     extra = [_token(vocabulary, text) for text in arguments.stop]
     vocab_size = opened.model.config.vocab_size
@@ -131,10 +134,14 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         raise CommandLineError(str(error)) from None
     # A single text is printed as it is drawn, several are printed one after the other.
     try:
+        with doing("compiling, and reading the prompt"):
+            drawn = [*itertools.islice(continuation, 1)]
         if len(tokens) > 1:
-            rows = np.stack([*continuation], axis=1)
+            with doing(lambda: f"drawing token {len(drawn)} of at most {arguments.num_tokens}"):
+                drawn.extend(continuation)
+            rows = np.stack(drawn, axis=1)
         else:
-            rows = [(token[0] for token in continuation)]
+            rows = [(token[0] for token in itertools.chain(drawn, continuation))]
         for prompt, row in zip(opened.shown_prompts, rows, strict=True):
             print(prompt, end="", flush=True)
             try:

@@ -18,6 +18,7 @@ from train.process.digest import dtypes_and_shapes
 from train.run.folder import PRETRAINED, VOCABULARY, Run
 from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError
+from twinscan.heartbeat import doing
 
 FLAG = "--init: "
 OPTIONS = "the --preset and --model.… options"
@@ -34,7 +35,7 @@ def initialize(trainer: Trainer, path: Path) -> None:
     if is_run(path):
         params = nnx.state(Run.open(path).model(), nnx.Param)
     else:
-        with faults_of_checkpoint(path, FLAG):
+        with faults_of_checkpoint(path, FLAG), doing(f"reading {path}"):
             weights = without_other_parts(model.config, open_checkpoint(path).weights)
             try:
                 params = nnx.state(from_torch(model, weights), nnx.Param)

@@ -15,6 +15,7 @@ from train.data.published_vocabulary import PUBLISHED, World
 from train.data.tokens import Tokens
 from train.data.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, error_in_one_line
+from twinscan.heartbeat import doing
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -65,7 +66,7 @@ def read_model(path: Path) -> LanguageModel:
         CommandLineError: the file does not exist or does not hold a language model.
 
     """
-    with faults_of_checkpoint(path):
+    with faults_of_checkpoint(path), doing(f"reading {path}"):
         model = load_pretrained(path)
         if not isinstance(model, LanguageModel):
             raise ValueError(f"expected a language model, got a {type(model).__name__}")

@@ -24,7 +24,6 @@ from train.command.pretrained import faults_of_checkpoint, special_tokens, token
 from train.data.text import Text
 from train.data.vocabulary import NAMES, Vocabulary, first_token
 from train.data.windows import Windows, split
-from train.process.heartbeat import doing, heartbeat
 from train.process.hosts import (
     HostsConfig,
     check_agreement,
@@ -41,6 +40,7 @@ from train.trainer.mesh import no_mesh, provide_devices
 from train.trainer.optimizer import build_schedule
 from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError, command_line_of_twinscan, parse, parse_known
+from twinscan.heartbeat import doing, written_by
 
 PROG = "python -m train"
 DEFAULT_PRESET = "all-work"
@@ -195,7 +195,8 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     curve, weights = run.draw_curve(), run.folder / EXPORTED
     export(model, weights)
     prompt = np.array([first_token(run.vocabulary)])
-    tokens = generate(model, prompt[None], 300, key=jax.random.key(run.config.seed))
+    with doing("sampling a text"):
+        tokens = generate(model, prompt[None], 300, key=jax.random.key(run.config.seed))
     console.rule("a sample")
     sample = itertools.chain(*map(run.vocabulary.pieces, (prompt, np.asarray(tokens)[0])))
     console.print("".join(sample))
@@ -368,9 +369,10 @@ def prepare_run(plan: Plan, arguments: Arguments) -> None:
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Trains a model, or resumes a run."""
-    arguments = parse_arguments(args, prog)
+    with doing("reading the options"):
+        arguments = parse_arguments(args, prog)
     console = Console(emoji=False, highlight=False, markup=False)
-    with heartbeat(partial(console.print, soft_wrap=True)):
+    with written_by(partial(console.print, soft_wrap=True)), doing("preparing the run"):
         run_until_end(arguments, console)
 
 
@@ -415,7 +417,7 @@ def run_until_end(arguments: Arguments, console: Console) -> None:
                 f"{jax.device_count()} devices; {unused} devices are not used"
             )
         state = train(run, trainer, plan.parts, console)
-        params = trainer.gather(state.averaged_params)
-        if is_first():
-            with doing("writing the report"):
+        with doing("writing the report"):
+            params = trainer.gather(state.averaged_params)
+            if is_first():
                 report(run, trainer.model(params), console)

@@ -27,9 +27,9 @@ from train.data.vocabulary import (
 from train.data.windows import TokenArray, TokenFile
 from train.process.digest import bytes_digest
 from train.process.files import blocks, errors_naming, file_digest
-from train.process.heartbeat import doing
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
+from twinscan.heartbeat import doing
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The default text, small enough to learn by heart."""

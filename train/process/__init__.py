@@ -3,5 +3,4 @@
 - `files`: files that are written completely or not at all; `digest`: what identifies bytes and
   arrays.
 - `hosts`: the processes of a run on several hosts; `interruption`: SIGTERM and Ctrl-C.
-- `heartbeat`: a line whenever a command has printed nothing for a while.
 """

@@ -145,6 +145,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: no checkpoint is intact; `damaged` says why.
+            CommandLineError: the checkpoint has other arrays than each of `likes`.
 
         """
         while (step := self._agreed_step) is not None:
@@ -271,7 +272,14 @@ class Checkpoints:
         manifest = self._manifests[step]
         fitting = (like for like in likes if dtypes_and_shapes(like) == manifest["arrays"])
         like = next(fitting, likes[0])
-        _compare(manifest["arrays"], dtypes_and_shapes(like))
+        try:
+            _compare(manifest["arrays"], dtypes_and_shapes(like))
+        except DamagedError as difference:
+            raise CommandLineError(
+                f"{self.folder / str(step)}: the checkpoint is intact, but has other arrays than "
+                f"this version's model and optimizer: {difference} (an earlier version of twinscan "
+                "may have begun the run; use that version)"
+            ) from None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
             return self._orbax.restore(self.folder / str(step) / STATE, abstract)

@@ -30,6 +30,7 @@ from train.trainer.mesh import MeshConfig, build_mesh
 from train.trainer.optimizer import build_optimizer, convert_state, state_layouts
 from train.trainer.step import Trainer, TrainState
 from twinscan.command_line import CommandLineError, with_flag
+from twinscan.heartbeat import doing
 
 T = TypeVar("T")
 Kind = Literal["evaluation", "training", "skipped", "finished"]
@@ -181,7 +182,8 @@ class Run:
         for form in state_layouts(like.optimizer_state, trained):
             likes.append(like._replace(optimizer_state=form))
         try:
-            state = self.checkpoints.restore(*likes)
+            with doing("reading the newest checkpoint"):
+                state = self.checkpoints.restore(*likes)
         except FileNotFoundError:
             state = None
         # Say which checkpoints are damaged, even if an older one is intact.
@@ -207,7 +209,8 @@ class Run:
     def restore_trainer(self) -> tuple[Trainer, nnx.State]:
         """A trainer on one device, and the trained parameters."""
         config = dataclasses.replace(self.config, mesh=MeshConfig())
-        trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
+        with doing("building the model"):
+            trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
         return trainer, self.restore(trainer).averaged_params
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -393,6 +396,8 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
             raise TypeError("expected a JSON object")
         digest = fields.pop("digest", None)
         parsed = parse(fields)
+        if digest is None:
+            raise ValueError("it has no digest, or an early version of twinscan wrote it")
         if digest != _digest(fields):
             raise ValueError("its digest does not match its content")
         return parsed

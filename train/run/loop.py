@@ -9,13 +9,13 @@ import numpy as np
 from rich.console import Console
 
 from train.data.windows import Batches, Windows
-from train.process.heartbeat import doing
 from train.process.hosts import gather_all
 from train.process.interruption import Interruption
 from train.run.folder import Run
 from train.run.monitor import Monitor
 from train.trainer.step import Measures, Trainer, TrainState
 from twinscan.command_line import NonFiniteError, StoppedError
+from twinscan.heartbeat import doing
 
 STEPS_PER_CALL = 10
 """Largest number of optimizer steps in a call."""
@@ -43,7 +43,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     # Batches depend on the step alone, so a resumed run continues with the same ones.
     config = run.config
     is_new = not run.checkpoints.steps
-    with doing("initializing the weights" if is_new else "reading the newest checkpoint"):
+    with doing("initializing the weights"):
         state = trainer.initial_state() if is_new else run.restore(trainer)
     step = int(state.step)
     source = "scratch" if config.init is None else f"the weights of {config.init}"
@@ -74,7 +74,8 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
                 call = None
                 evaluate_and_save(run, trainer, monitor, state, evaluation if is_due else {})
             if is_last or stopping:
-                run.checkpoints.close()
+                with doing(f"writing the checkpoint of step {step:,}"):
+                    run.checkpoints.close()
                 # A signal may also have come during the last save.
                 stopping, *_ = agree(interruption.signal, steps_per_call)
                 if stopping:
@@ -87,8 +88,8 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
             chunk = [training.starts(i) for i in range(step, stop)]
             chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one shape, one program
             tokens = trainer.put_windows(training.windows, np.stack(chunk))
-            state, measures = trainer.steps(state, tokens, stop - step)
-            monitor.show_progress(stop, time.perf_counter() - call_time)
+            with monitor.dispatching(stop):
+                state, measures = trainer.steps(state, tokens, stop - step)
             before, call = call, Call(step, stop, measures)
             # Log the call before this one while the device works.
             log_call(run, trainer, monitor, state, before)

@@ -1,11 +1,12 @@
 """Shows and logs the progress of a training run."""
 
+import contextlib
 import datetime
 import importlib.util
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
@@ -14,12 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from train.process.heartbeat import line_printed
 from train.run.config import TrainConfig
 from train.run.folder import Run
 from train.trainer.optimizer import build_schedule
 from train.trainer.step import Measures, Trainer
 from twinscan.command_line import CommandLineError
+from twinscan.heartbeat import doing, line_printed
 
 PEAK_FLOPS = {
     "TPU v4": (275e12, 275e12 / 6),
@@ -126,26 +127,34 @@ class Monitor:
             self._writer.close()
 
     def describe(self) -> str:
-        """What the run is doing between two evaluations."""
-        if not self._is_compiled:
-            return "compiling the training step"
-        return f"step {self._steps_done:,} of {self._run.config.num_steps:,}"
+        """The step that the run has reached."""
+        return f"training: step {self._steps_done:,} of {self._run.config.num_steps:,}"
 
     def pause(self) -> None:
         """Leaves the time until the next call out of the speed."""
         self._last_call_end = None
 
-    def show_progress(self, step: int, seconds: float) -> None:
-        """Shows that the steps before this one were dispatched, in this number of seconds."""
-        now = time.perf_counter()
-        if not self._is_compiled:
+    @contextlib.contextmanager
+    def dispatching(self, stop: int) -> Iterator[None]:
+        """Shows that the steps before `stop` are dispatched in this context.
+
+        The first time, the step is compiled, which may take long and is announced.
+        """
+        start = time.perf_counter()
+        if self._is_compiled:
+            yield
+        else:
+            self._print("compiling the training step")
+            with doing("compiling the training step"):
+                yield
             self._is_compiled = True
+            self._training_start = self._last_call_end = time.perf_counter()
+            seconds = self._training_start - start
             self._run.log({"compile_seconds": round(seconds, 2)})
             self._print(f"compiled in {seconds:.1f} s")
-            self._training_start = self._last_call_end = now
         if self._last_call_end is None:
-            self._last_call_end = now - seconds
-        self._progress.update(self._bar, completed=step)
+            self._last_call_end = start
+        self._progress.update(self._bar, completed=stop)
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
         """Waits for the steps of a call, logs them, and returns those that were not applied."""

@@ -98,10 +98,10 @@ def delta_rule(
             the loops store √time states, or all of them if they take at most 4 MiB, and "chunked"
             stores one every 128 steps. If "chunked" runs and there is no `reset`, a NaN also
             reaches the outputs of up to 15 steps before it.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
-            restarts from zero. With a `time_axis`, the steps of a device turn S into `S M + E`. The
-            devices exchange M and E, so that each can compute the S before its own steps and run
-            from there.
+        **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
+            the state restarts from zero. With a `time_axis`, the steps of a device turn S into
+            `S M + E`. The devices exchange M and E, so that each can compute the S before its own
+            steps and run from there.
 
     Returns:
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
@@ -185,9 +185,9 @@ def gated_delta_rule(
             the backward pass, the loops store √time states, or all of them if they take at most
             4 MiB, and "chunked" stores one a chunk. If "chunked" runs and there is no `reset`, a
             NaN also reaches the outputs of up to 63 steps before it.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
-            restarts from zero. With a `time_axis`, each device runs its steps twice: once to find
-            how they change any state, and once from the state after the devices before it.
+        **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
+            the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
+            to find how they change any state, and once from the state after the devices before it.
 
     Returns:
         All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.

@@ -56,7 +56,7 @@ def recurrent_stack(
             the RNN. "xla" runs every recurrence on every platform, and so does "definition", a
             plain `lax.scan`. "auto" chooses the form that is likely to be the fastest for the call,
             on the platform that runs the program. `ops.forms_of` shows the choice.
-        **masks: `lengths` and `reset`, as in `Masks`.
+        **masks: `lengths` and `reset`, or `rows`, as in `Masks`.
 
     Returns:
         The outputs of the last layer, and the last states.

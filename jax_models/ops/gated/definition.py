@@ -105,7 +105,8 @@ def recurrence(
         params: other arrays, which every step receives whole.
         reverse: run from the last step to the first.
         method: the form that runs, as in `ScanOptions`.
-        **masks: `lengths` and `reset`, as in `Masks`. At a `reset`, the state restarts from zero.
+        **masks: `lengths` and `reset`, or `rows`, as in `Masks`. At a `reset`, the state restarts
+            from zero.
 
     Returns:
         The outputs of all steps and the last state. Outputs beyond `lengths` are meaningless.
@@ -193,7 +194,7 @@ def lstm(
     A `peephole` holds p_i, p_f and p_o side by side. Then p_i ⊙ c_{t−1} is added to i,
     p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
 
-    `options` are those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
+    `options` are those of `ScanOptions`: `lengths`, `reset`, `rows`, `reverse` and `method`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("ifgo")
     if kernel_hr is not None:
@@ -253,7 +254,7 @@ def gru(
 
         n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
 
-    `options` are those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
+    `options` are those of `ScanOptions`: `lengths`, `reset`, `rows`, `reverse` and `method`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("rzn")
     if not reset_after:
@@ -298,7 +299,7 @@ def rnn(
 ) -> tuple[Float[Array, "batch time hidden"], RNNState]:
     """`h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    `options` are those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
+    `options` are those of `ScanOptions`: `lengths`, `reset`, `rows`, `reverse` and `method`.
     """
     products = {"h": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
     return recurrence(RNN_STEPS[nonlinearity], state, products, x, **options)

@@ -49,7 +49,7 @@ def hyper_lstm(
 
     The columns of W_z and D are those of h, then of x, then of b. The products that depend on x
     alone are computed for all steps at once, and so is the gradient of each weight. `options` are
-    those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
+    those of `ScanOptions`: `lengths`, `reset`, `rows`, `reverse` and `method`.
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
     # The loop multiplies the hyper network's concatenated state by one matrix, so the rows of its

@@ -37,7 +37,7 @@ def layer_norm_lstm(
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
-    `options` are those of `ScanOptions`: `lengths`, `reset`, `reverse` and `method`.
+    `options` are those of `ScanOptions`: `lengths`, `reset`, `rows`, `reverse` and `method`.
     """
     products = {"gates": Product(kernel_hh, None, kernel_ih, bias)}
     return recurrence(_step, state, products, x, params=norms, **options)

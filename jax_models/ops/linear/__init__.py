@@ -66,10 +66,10 @@ def linear_recurrence(
             is sequential on a CPU and with a symbolic number of steps, and uses the kernel on a TPU
             and for large arrays on an NVIDIA GPU. Otherwise, and where no kernel works, it is
             associative. `ops.forms_of` shows the choice.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
-            restarts from zero. With a `time_axis`, `h_t = P_t h + h⁰_t` on each device, where h is
-            the state before the device's steps, P_t is the product of its factors up to step t, and
-            h⁰_t is the state if h were zero. The devices exchange their last P and h⁰.
+        **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
+            the state restarts from zero. With a `time_axis`, `h_t = P_t h + h⁰_t` on each device,
+            where h is the state before the device's steps, P_t is the product of its factors up to
+            step t, and h⁰_t is the state if h were zero. The devices exchange their last P and h⁰.
 
     Returns:
         All h and the last h, computed in at least float32. Each h beyond `lengths` is meaningless.

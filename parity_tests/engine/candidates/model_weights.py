@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_models.weights.constant import Constant
-from jax_models.weights.layouts import params_of
+from jax_models.weights.layouts import WEIGHTS, params_of
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model
 from parity_tests.engine.problem import (
@@ -118,7 +117,7 @@ def split(model: Any) -> tuple[Any, Any]:
     """The weights and statistics of an NNX module, and its rest; another model is all weights."""
     if not isinstance(model, nnx.Module):
         return model, None
-    graphdef, weights, rest = nnx.split(model, (nnx.Param, nnx.BatchStat, Constant), ...)
+    graphdef, weights, rest = nnx.split(model, WEIGHTS, ...)
     return weights, (graphdef, rest)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -55,7 +56,9 @@ def port_module(
     except ValueError as error:
         is_own = isinstance(weights, list)
         hint = "; parity_tests.draft_table(twin, model) drafts the missing rows" if is_own else ""
-        raise ValueError(f"weights: {error}{hint}") from None
+        # Where `from_torch` takes the prefix of a submodule, a comparison takes the submodule.
+        text = re.sub(r'prefix="(.+?)\."', r'twin.get_submodule("\1") as the twin', str(error))
+        raise ValueError(f"weights: {text}{hint}") from None
     if others:
         model = merge(*split(model))  # the caller's model keeps its parameters
         adopt(model, others)

@@ -120,8 +120,10 @@ def departure(problem: Problem, evidence: Evidence, culprit: Culprit) -> Locatio
         remarks, name = [*_hyperparameters(evidence, culprit.call)], culprit.call.name
         remarks += gates_that_depart(problem, evidence, culprit.call)
         verdict = f"{_title(trace, culprit.call)}, {direction.name}"
+    # The backward pass visits the calls in reverse order, so say that "after" means after it.
+    of = "the backward pass of " if direction is BACKWARD else ""
     for word, call in (("after", culprit.after), ("before", culprit.before)):
-        verdict += f", {word} {_title(trace, call)}" if call is not None else ""
+        verdict += f", {word} {of}{_title(trace, call)}" if call is not None else ""
     return Location(evidence.reference.dtype, tuple(visits), name, verdict, tuple(remarks))
 
 

@@ -13,8 +13,11 @@ from parity_tests.engine.locate.search import Search, WantedArray, watch_jax
 from parity_tests.engine.problem import Arrays, Problem, all_in_dtype
 from parity_tests.engine.traces.trace import BACKWARD, Call
 
-GATES = {"LSTM": "ifgo", "LSTMCell": "ifgo", "GRU": "rzn", "GRUCell": "rzn"}
-"""The gates of each torch layer, in their order in the weights."""
+GATES = {
+    f"torch.nn.modules.rnn.{name}.forward": gates
+    for name, gates in {"LSTM": "ifgo", "LSTMCell": "ifgo", "GRU": "rzn", "GRUCell": "rzn"}.items()
+}
+"""The gates of torch's own layers, in their order in the weights, by the function that runs."""
 KEYS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 """The names of the weights of one layer in one direction."""
 MOST_STEPS = 64
@@ -47,7 +50,7 @@ def gates_that_depart(problem: Problem, evidence: Evidence, call: Call) -> Itera
     weights = all_in_dtype(problem.state_dict, "float64")
     weights = {key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)}
     is_packed = any(label.endswith("batch_sizes") for label in call.slots["inputs"])
-    if call.kind not in GATES or not {"weight_ih", "weight_ih_l0"} & {*weights} or is_packed:
+    if call.function not in GATES or not {"weight_ih", "weight_ih_l0"} & {*weights} or is_packed:
         return
     if evidence.direction is BACKWARD:
         yield from _gradients_that_depart(evidence, call, prefix)
@@ -61,7 +64,7 @@ def _gates_that_depart(
     """The first step in which gates depart, and which ones; or their order in JAX."""
     # Look for the gates of all steps among JAX's arrays, and for those of the first two steps if
     # the gates have any other order.
-    names = GATES[call.kind]
+    names = GATES[call.function]
     layers = [*layers_of(call, weights)]
     steps = [(layer, step) for layer in layers for step in range(len(layer.steps))]
     orders = [order for order in map("".join, itertools.permutations(names)) if order != names]
@@ -98,9 +101,11 @@ def _gates_that_depart(
         right = [name for name in names if agree[layer.where, step, name]]
         wrong = [name for name in names if name not in right]
         if wrong and (right or step == 0):
-            agreement = f"{_and(right)} {'agrees' if len(right) == 1 else 'agree'}, " * bool(right)
-            departure = f"{_and(wrong)} {'departs' if len(wrong) == 1 else 'depart'}"
-            yield f"gates{layer.where} in step {step + 1}: {agreement}{departure}"
+            clauses = [(right, "agree"), (wrong, "depart")]
+            parts = [
+                f"{_and(gates)} {verb}{'s' * (len(gates) == 1)}" for gates, verb in clauses if gates
+            ]
+            yield f"gates{layer.where} in step {step + 1}: {', '.join(parts)}"
             return
         if wrong:
             yield f"gates{layer.where} in step {step}: {COMPUTED}"
@@ -120,7 +125,7 @@ def _in_order(weights: Arrays, names: str, order: str) -> Arrays:
 
 def _gradients_that_depart(evidence: Evidence, call: Call, prefix: str) -> Iterator[str]:
     """For each weight whose gradient departs, the gates in which it does."""
-    actual, names = evidence.jax_trace.results["weight gradients"], GATES[call.kind]
+    actual, names = evidence.jax_trace.results["weight gradients"], GATES[call.function]
     for key, gradient in call.slots["weight gradients"].items():
         is_stacked = len(gradient) % len(names) == 0 and "weight_hr" not in key
         departs = evidence.states[call, BACKWARD.outgoing].get(f"weight {key}") == DEPARTS
@@ -145,7 +150,7 @@ def layers_of(call: Call, weights: Arrays, num_steps: int | None = None) -> Iter
         **call.hyperparameters,
     }
     x, *states = call.slots["inputs"].values()
-    if call.kind.endswith("Cell"):
+    if call.function.endswith("Cell.forward"):
         x, suffixes = x.reshape(1, -1, x.shape[-1]), [[""]]
     else:
         x = x[:, None] if x.ndim == 2 else x.swapaxes(0, 1) if options["batch_first"] else x
@@ -159,7 +164,7 @@ def layers_of(call: Call, weights: Arrays, num_steps: int | None = None) -> Iter
         for suffix in layer:
             own = {key: weights[f"{key}{suffix}"] for key in KEYS if f"{key}{suffix}" in weights}
             order = slice(None, None, -1 if suffix.endswith("_reverse") else 1)
-            steps, ys = _run(call.kind, own, x[order], next(states))
+            steps, ys = _run(GATES[call.function], own, x[order], next(states))
             outputs.append(ys[order])
             where = f" of layer {suffix[2:].replace('_', ', ')}" if count > 1 else ""
             yield LayerGates(where, steps[:MOST_STEPS])
@@ -167,10 +172,10 @@ def layers_of(call: Call, weights: Arrays, num_steps: int | None = None) -> Iter
 
 
 def _run(
-    kind: str, weights: Arrays, xs: np.ndarray, state: Sequence[np.ndarray]
+    names: str, weights: Arrays, xs: np.ndarray, state: Sequence[np.ndarray]
 ) -> tuple[list[Arrays], np.ndarray]:
     """The gates of each step and the outputs of one layer in one direction; time is axis 0."""
-    recurrent, names = weights["weight_hh"], GATES[kind]
+    recurrent = weights["weight_hh"]
     sizes = recurrent.shape[1], len(recurrent) // len(names)
     h, c = (*state, *(np.zeros((xs.shape[1], size)) for size in sizes[len(state) :]))[:2]
     steps, outputs = [], []

@@ -20,7 +20,7 @@ from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
 """The keys of the file's metadata: the facts as JSON, and a checksum of facts and arrays."""
-SCHEMA = 4
+SCHEMA = 5
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
 """The dtypes that safetensors stores directly; arrays of other dtypes are stored as bytes."""
 

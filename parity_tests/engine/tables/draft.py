@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ from flax import nnx
 
 from jax_models import weights as rows
 from jax_models.checks.values import described
-from jax_models.weights import Layouts, Table, Weight
-from jax_models.weights.layouts import params_of
-from jax_models.weights.rows import join
+from jax_models.weights import Table, Weight
+from jax_models.weights.layouts import counterpart, other_arrays, params_of
+from jax_models.weights.rows import join, last_word
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
 from jax_models.weights.wrappers import find_wrapped
@@ -55,11 +55,9 @@ class Part:
     name: str
     arrays: Arrays
     module: Any = None
-
-    @property
-    def layouts(self) -> Layouts:
-        """The weight tables of a layer of this package; empty if it has none."""
-        return self.module.torch_layouts() if hasattr(self.module, "torch_layouts") else {}
+    tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+    """The weight tables of a layer of this package, or of one of its cells. Each has the code of
+    its first two arguments of `nested`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
 
     # Pair the parts of both sides. Rows that are in doubt are only comments.
     jax_side = jax_parts(model)
-    torch_side = torch_parts(twin, [table for part in jax_side for table in part.layouts.values()])
+    torch_side = torch_parts(twin, [table for part in jax_side for table in part.tables.values()])
     drafts, doubts = pair_parts(torch_side, jax_side)
     lines = [f"{draft.code}," for draft in drafts]
     lines += [f"# {',  # or '.join(draft.code for draft in each)}," for each in doubts]
@@ -112,16 +110,16 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     for each in (each for each in find_wrapped(weights) if not each.is_prefix):
         lines.append(f"# keys of {each.description}")
         covered |= {*each.keys}
-    lines += [
-        f"# the {kind} {name}, shape {tuple(array.shape)}, has no row"
-        for kind, named in (("parameter", arrays), ("key", weights))
-        for name, array in named.items()
-        if name not in covered
-    ]
+    is_tree = not isinstance(model, nnx.Module)
+    others = {} if is_tree else other_arrays(model)
+    for kind, named in (("parameter", arrays), ("key", weights)):
+        for name, shape in ((name, tuple(array.shape)) for name, array in named.items()):
+            if name not in covered:
+                hint = counterpart(name, shape, others) if kind == "key" else ""
+                lines.append(f"# the {kind} {name}, shape {shape}, has no row{hint}")
 
     # Write the code, with the imports that it needs.
     code = "".join(f"    {line}\n" for line in lines)
-    is_tree = not isinstance(model, nnx.Module)
     used_helpers = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     names = ", ".join(sorted(used_helpers | ({"loader"} if is_tree else set())))
     load = (
@@ -160,34 +158,54 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
 def jax_parts(model: Any) -> list[Part]:
     """The parts of a module or a tree that hold arrays. Attention and cells are also one part each.
 
-    A layer of this package, which has weight tables, is a single part.
+    A layer of this package, which has weight tables, is a single part. The layers and the cells
+    inside it are further parts, for a torch module that is divided in another way.
     """
-    layers: dict[str, nnx.Module] = {}
+    layers: list[Part] = []
     if isinstance(model, nnx.Module):
-        by_place = dict(nnx_modules(model))
-        for place, module in sorted(by_place.items()):  # a layer before its parts
-            is_inside = any(place.startswith(join(outer, "")) for outer in layers)
-            if hasattr(module, "torch_layouts") and not is_inside:
-                layers[place] = module
-        leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
+        arrays = {path: np.asarray(p.get_value(), float) for path, p in params_of(model).items()}
+        layers = [part for at in nnx_modules(model) for part in layer_parts(*at, arrays)]
     else:
         flat = jax.tree_util.tree_leaves_with_path(model)
-        leaves = [(path_of(path), a) for path, a in flat if hasattr(a, "shape") and is_floating(a)]
-    if not leaves:
+        leaves = {path_of(path): a for path, a in flat if hasattr(a, "shape") and is_floating(a)}
+        arrays = {path: np.asarray(leaf, float) for path, leaf in leaves.items()}
+    if not arrays:
         got = described(model)
         raise TypeError(f"model: expected an nnx.Module or a tree of arrays, got {got}")
+    in_layers = {path for part in layers for path in part.arrays}
     places: dict[str, Arrays] = {}
-    for path, leaf in leaves:
+    for path, array in arrays.items():
         place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
-        place = next((each for each in layers if path.startswith(join(each, ""))), place)
-        places.setdefault(place, {})[path] = np.asarray(leaf, float)
+        if path not in in_layers:
+            places.setdefault(place, {})[path] = array
     for names in TOGETHER:
         for first in [place for place in places if last_word(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
             inside = [places.get(join(whole, name), {}) for name in names]
             if all(inside):
                 places[whole] = dict(ChainMap(places.get(whole, {}), *inside))
-    return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
+    return [*layers, *(Part(name, arrays) for name, arrays in places.items())]
+
+
+def layer_parts(place: str, layer: Any, arrays: Arrays) -> Iterator[Part]:
+    """A layer of this package and its cells, which have weight tables; nothing for other modules.
+
+    `arrays` are those of the whole model.
+    """
+    if not hasattr(layer, "torch_layouts"):
+        return
+    path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.split(".") if p)
+    tables = {
+        f'model{path}.torch_layouts()["{layout}"], "{place}"': rows.nested(table, place, "")
+        for layout, table in layer.torch_layouts().items()
+    }
+    inside = {p: array for p, array in arrays.items() if p.startswith(join(place, ""))}
+    yield Part(place, inside, layer, tables)
+    for i, table in enumerate(layer.cell_tables() if hasattr(layer, "cell_tables") else []):
+        of_cell = rows.nested(table, place, "")
+        inside = {path: arrays[path] for row in of_cell for path in row.params}
+        code = f'model{path}.cell_table({i}), "{place}"'
+        yield Part(join(place, f"cells.{i}"), inside, layer, {code: of_cell})
 
 
 def pair_parts(
@@ -263,14 +281,12 @@ def candidate_drafts(part: Part, place: Part) -> Iterator[Draft]:
     """The drafts for a torch module of this kind in a JAX place, the likeliest first."""
     # A layer of this package has its own tables, and needs no other.
     kind, names = part.module, (place.name, part.name)
-    for layout, table in place.layouts.items():
-        path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
-        code = f'*nested(model{path}.torch_layouts()["{layout}"], "{place.name}", "{part.name}")'
+    for code, table in place.tables.items():
         table = [
             row.for_keys(part.arrays)._replace(params=row.params)
-            for row in rows.nested(table, *names)
+            for row in rows.nested(table, "", part.name)
         ]
-        yield Draft(code, table)
+        yield Draft(f'*nested({code}, "{part.name}")', table)
     if place.module is not None:
         return
     if any(path.startswith("params.") for path in place.arrays):
@@ -326,8 +342,3 @@ def draft_row(helper: str, *args: Any, **options: Any) -> Draft:
     given = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
     call = f"{helper}({', '.join(given)})".replace("'", '"')
     return Draft(call, [made]) if isinstance(made, Weight) else Draft(f"*{call}", made)
-
-
-def last_word(name: str) -> str:
-    """The last word of a path."""
-    return name.rpartition(".")[2]

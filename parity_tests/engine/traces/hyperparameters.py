@@ -1,8 +1,10 @@
 """Collects the hyperparameters of layers, and compares those of two layers."""
 
+import functools
+import inspect
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_overloads
 
 import numpy as np
 
@@ -20,8 +22,11 @@ ALIASES = (
     ("dilation", "kernel_dilation", "dilation_rate"),
     ("groups", "num_groups", "feature_group_count"),
     ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+    ("head_dim", "head_size"),
+    ("padding",),
+    ("transposed",),
 )
-"""Names that mean the same hyperparameter. All others are compared only under equal names."""
+"""The known names of hyperparameters. The names in a row mean the same hyperparameter."""
 CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
 NOT_HYPERPARAMETERS = ("name", "training")
 EVALUATION = {
@@ -36,7 +41,11 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def hyperparameters_of(module: Any) -> Hyperparameters:
-    """The plain values among the public attributes of a module of any framework.
+    """The plain values that set what a module of any framework computes, by their attributes.
+
+    These are the public attributes that have a known name or the name of an argument of the
+    module's constructor. Others, such as the `mode` of an `nn.LSTM` or a state that changes, may
+    mean something else in the module's counterpart.
 
     Attributes that have no effect in evaluation are left out of a module that runs in it.
     `bias` is True if there is a bias. A BatchNorm's `momentum` is the weight of the old average in
@@ -44,12 +53,13 @@ def hyperparameters_of(module: Any) -> Hyperparameters:
     stored as `1 - momentum`.
     """
     attributes = getattr(module, "__dict__", {})
+    known = (CANONICAL.keys() | _constructor_arguments(type(module))) - {*NOT_HYPERPARAMETERS}
     found: dict[str, Any] = {}
     for name, value in {**attributes, **attributes.get("_parameters", {})}.items():
         value = value.item() if isinstance(value, np.generic) else value
         if name == "bias" and (value is None or hasattr(value, "shape")):
             found[name] = value is not None
-        elif name[:1] != "_" and name not in NOT_HYPERPARAMETERS and _is_plain(value):
+        elif name in known and _is_plain(value):
             found[name] = value
     if isinstance(found.get("momentum"), float) and any(
         cls.__name__.startswith("BatchNorm") and cls.__module__.split(".")[0] in JAX_LIBRARIES
@@ -60,6 +70,23 @@ def hyperparameters_of(module: Any) -> Hyperparameters:
         kind = type(module).__name__
         found = {n: v for n, v in found.items() if not _is_only_for_training(n, kind)}
     return found
+
+
+@functools.cache
+def _constructor_arguments(kind: type) -> frozenset[str]:
+    """The names of the public arguments of a class's constructor.
+
+    A constructor with `**kwargs` passes them to the base class, unless its overloads declare them.
+    """
+    found: set[str] = set()
+    for constructor in filter(inspect.isfunction, (vars(c).get("__init__") for c in kind.__mro__)):
+        overloads = get_overloads(constructor)
+        signatures = [inspect.signature(each) for each in overloads or [constructor]]
+        parameters = [p for signature in signatures for p in signature.parameters.values()]
+        found |= {p.name for p in parameters if p.name[:1] != "_"}
+        if overloads or not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return frozenset(found)
 
 
 def _is_only_for_training(name: str, kind: str) -> bool:

@@ -37,6 +37,7 @@ def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict
             {
                 "name": call.name,
                 "kind": call.kind,
+                "function": call.function,
                 "parent": None if call.parent is None else call.parent.index,
                 "weights": sorted(call.weights),
                 "hyperparameters": call.hyperparameters,
@@ -71,6 +72,7 @@ def recorded_calls(
             each["kind"],
             i,
             parent,
+            each["function"],
             frozenset(each["weights"]),
             each["hyperparameters"],
             differentiated={*map(tuple, each["differentiated"])},

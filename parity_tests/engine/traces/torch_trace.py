@@ -58,6 +58,7 @@ def add_hooks(
             call = trace.begin(
                 name,
                 type(module).__name__,
+                function=_function_name(module.forward),
                 weights=keys,
                 hyperparameters=hyperparameters_of(module),
             )
@@ -73,6 +74,11 @@ def add_hooks(
         with contextlib.suppress(RuntimeError):  # a scripted submodule takes no Python hooks
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    """The name of a function, with its module."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', '')}"
 
 
 def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str, tree: Any) -> Any:

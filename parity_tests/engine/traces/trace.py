@@ -48,6 +48,12 @@ class Call:
     index: int
     """The index of the call in its trace."""
     parent: "Call | None" = None
+    function: str = ""
+    """The `forward` that runs in torch, such as `torch.nn.modules.rnn.LSTM.forward`.
+
+    It tells torch's own LSTM, and a subclass that inherits its `forward`, from other classes that
+    are called LSTM.
+    """
     weights: frozenset[str] = frozenset()
     """The torch keys of the weights that the module holds."""
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -59,9 +59,9 @@ def modal_conv(
         method: the form that runs. "definition" is a plain `lax.scan`. "chunked" divides time into
             chunks of 32 steps. "auto" is the definition on a CPU, unless the backward pass would
             have to store many states, and chunked on other platforms and with a `time_axis`.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. With a time axis, the
-            size of a chunk is the largest power of two, up to 32, that divides the number of steps
-            of a device.
+        **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. With a time
+            axis, the size of a chunk is the largest power of two, up to 32, that divides the number
+            of steps of a device.
 
     Raises:
         NotImplementedError: `lengths` are given with a `time_axis`, or the definition is asked for

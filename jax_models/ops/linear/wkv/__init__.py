@@ -85,9 +85,9 @@ def wkv(
             sequential on a CPU and with a symbolic number of steps, and uses the kernel on a TPU
             and for large arrays on an NVIDIA GPU. Otherwise, and where no kernel works, it is
             associative. `ops.forms_of` shows the choice.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the sums
-            restart empty. With a `time_axis`, the devices exchange the sums of their steps, and
-            each then runs from the sums before its own steps.
+        **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
+            the sums restart empty. With a `time_axis`, the devices exchange the sums of their
+            steps, and each then runs from the sums before its own steps.
 
     Returns:
         All y and the last state, in at least float32. Each y beyond `lengths` is meaningless.

@@ -1,0 +1,72 @@
+"""Properties of mixtures of experts that the registry does not check."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+from jax_models import Experts, from_torch, to_torch
+
+GROUPS: dict[str, Any] = {"scores": "sigmoid", "num_groups": 4, "groups_per_token": 2}
+
+
+def build(**options: Any) -> Experts:
+    return Experts(5, 4, 8, 3, use_expert_bias=True, **options, rngs=nnx.Rngs(0))
+
+
+def tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((*shape, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("options", [{}, GROUPS], ids=["softmax", "groups"])
+def test_a_token_does_not_depend_on_others(options):
+    """If all other tokens go to one expert, this expert still takes the token."""
+    call, x = jax.jit(build(**options).__call__), tokens(40)
+    crowded = np.broadcast_to(x[7], x.shape).copy()
+    crowded[3] = x[3]
+    found, expected = call(crowded), call(x)
+    np.testing.assert_allclose(found[3], expected[3], rtol=1e-6)
+    np.testing.assert_allclose(found[0], expected[7], rtol=1e-6)
+
+
+def test_the_bias_chooses_but_is_not_trained():
+    experts, x = build(**GROUPS), tokens(6)
+    params = nnx.to_flat_state(nnx.state(experts, nnx.Param))
+    assert ("expert_bias",) not in [path for path, _ in params]
+    assert experts.expert_bias is not None
+    before, _ = experts.route(jnp.asarray(x))
+    experts.expert_bias[...] = jnp.full(8, 0.7)
+    np.testing.assert_array_equal(experts.route(jnp.asarray(x))[0], before)
+    experts.expert_bias[...] = experts.expert_bias[...].at[:2].set(50.0)
+    chosen = experts.route(jnp.asarray(x))[1]
+    assert (jnp.sort(chosen[:, :2], axis=1) == jnp.arange(2)[None]).all()
+
+
+def test_the_keys_of_single_experts_and_of_stacks_have_the_same_matrices():
+    experts = build()
+    stacked = experts.rows("r", "in", "in", "out", "b")
+    single = experts.rows("r", "{}.w1", "{}.w3", "{}.w2", "b")
+    weights, of_each = to_torch(experts, stacked), to_torch(experts, single)
+    assert weights["in"].shape == (8, 8, 5)
+    assert len(of_each) == 2 + 3 * 8
+    for i in range(8):
+        gate, up = np.split(weights["in"][i], 2)
+        np.testing.assert_array_equal(gate, of_each[f"{i}.w1"])
+        np.testing.assert_array_equal(up, of_each[f"{i}.w3"])
+        np.testing.assert_array_equal(weights["out"][i], of_each[f"{i}.w2"])
+    for table, given in ((stacked, weights), (single, of_each)):
+        read = from_torch(build(), given, table)
+        jax.tree.map(np.testing.assert_array_equal, to_torch(read, stacked), weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, GROUPS], ids=["softmax", "groups"])
+def test_a_program_for_any_number_of_tokens(options):
+    call = jax.jit(build(**options).__call__)
+    [batch] = export.symbolic_shape("batch")
+    program = export.export(call)(jax.ShapeDtypeStruct((batch, 3, 5), jnp.float32))
+    np.testing.assert_allclose(program.call(tokens(4, 3)), call(tokens(4, 3)), rtol=1e-5)
