@@ -1,6 +1,7 @@
 """The hybrids read the config.json and the folders of transformers, or refuse them in one line."""
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from jax_models import (
 )
 from jax_models.models.load import config_of
 from train.command import convert, generate
+from train.command.export import export, logit_errors
 from train.command.initial_weights import initialize
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
@@ -188,6 +190,21 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
+    config = replace(MODELS[name], tied_head=tied)
+    for layout in config.layouts:
+        weights = folder_of(config, tmp_path, layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = load_pretrained(tmp_path)
+        assert model.config == config
+        for key, array in to_torch(model, layout).items():
+            assert array.tobytes() == weights[key].tobytes(), key
+
+
 def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(tmp_path):
     config = MODELS["qwen3_5_text"]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
@@ -208,6 +225,15 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(tmp_path):
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_is_compared_with_its_twin(name, tmp_path):
+    """The text may be longer than the states of the config."""
+    model = replace(MODELS[name], max_length=40).build(rngs=nnx.Rngs(0))
+    export(model, tmp_path / "twin.safetensors")
+    assert 0 < max(logit_errors(model, tmp_path / "twin.safetensors")) < 1e-5
 
 
 def test_folders_without_the_model_are_refused(tmp_path):

@@ -29,13 +29,14 @@ SIZES: dict[str, Any] = {
     "smqa_head_dim": 4,
     "smqa_window_size": WINDOW,
 }
-OTHERS: dict[str, Any] = {
-    "smqa_head_dim": 2,
-    "smqa_q_heads": 8,
-    "smqa_kv_heads": 2,
-    "hawk_expansion_factor": 1.3,
-    "hawk_kernel_size": 3,
-    "gmlp_expansion_factor": 1.5,
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one head of keys": {},
+    "two heads of keys": {"smqa_head_dim": 2, "smqa_q_heads": 8, "smqa_kv_heads": 2},
+    "other widths": {
+        "hawk_expansion_factor": 1.3,
+        "hawk_kernel_size": 3,
+        "gmlp_expansion_factor": 1.5,
+    },
 }
 TOKENS = np.random.default_rng(0).integers(0, 23, (2, 40))
 
@@ -123,14 +124,14 @@ def port(weights: Any, *, param_dtype: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("package", "options"),
-    [(flash_attn_func, {}), (as_meant, OTHERS)],
+    ("package", "name"),
+    [(flash_attn_func, "one head of keys"), *((as_meant, name) for name in OPTIONS)],
     indirect=["package"],
 )
-def test_logits_and_gradients_are_those_of_the_package(package, options):
+def test_logits_and_gradients_are_those_of_the_package(package, name):
     module, window = package
-    model = built(module, **options)
-    num_kv_heads = options.get("smqa_kv_heads", 1)
+    model = built(module, **OPTIONS[name])
+    num_kv_heads = OPTIONS[name].get("smqa_kv_heads", 1)
     load = partial(port, window=window, num_kv_heads=num_kv_heads)
     assert_same_logits_and_gradients(model, load, TOKENS, "hippogriff")
 

@@ -67,6 +67,16 @@ class PlainLanguageModelConfig(StackConfig):
                 "leak": Size("*.leak"),
             },
         ),
+        "plain-shifted": Layout(
+            "model.embedding.weight",
+            "model.blocks",
+            "model.final_norm.weight",
+            blocks_layout="plain",
+            sizes={
+                "units": Size("model.blocks.out.weight", 1),
+                "leak": Size("model.blocks.leak"),
+            },
+        ),
     }
 
     presets: ClassVar = {"plain": {"model.features": 8, "num_steps": 4, "window": 12}}
@@ -174,7 +184,7 @@ config = PlainLanguageModelConfig(features=4, num_layers=3, units=7, leak=0.25)
 model = config.build(rngs=nnx.Rngs(0))
 save_file(to_torch(model), "plain.safetensors")
 assert load_pretrained("plain.safetensors").config == model.config
-convert.main("--from plain.safetensors --to b.safetensors".split())
+convert.main("--from plain.safetensors --to b.safetensors --layout plain-shifted".split())
 converted = load_pretrained("b.safetensors")
 assert converted.config == model.config
 for key, array in to_torch(model).items():

@@ -70,6 +70,7 @@ VARIANTS = [
     *(("GRU", {"linear_before_reset": each}) for each in (0, 1)),
     *(("LSTM", {"peepholes": each}) for each in (False, True)),
 ]
+DIRECTIONS = ("forward", "reverse", "bidirectional")
 
 
 def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool = False, **options):
@@ -107,15 +108,11 @@ def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool =
     return helper.make_model(graph), inputs
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("op", "options"), VARIANTS)
-def test_random_nodes_are_those_of_onnx_reference_evaluator(op, options, x64):
+def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, x64):
     """The exported weights are bitwise equal, too."""
-    for direction, layout, bias in (
-        ("forward", 0, True),
-        ("reverse", 1, False),
-        ("bidirectional", 0, False),
-        ("bidirectional", 1, True),
-    ):
+    for layout, bias in ((0, True), (1, False)):
         model, inputs = random_node(op, direction, bias=bias, layout=layout, **options)
         evaluator = ReferenceEvaluator(model)
         results = run(model, inputs)
@@ -264,6 +261,7 @@ def several_cells():
 
 KERAS = {
     "LSTM": partial(keras.layers.LSTM, HIDDEN),
+    "LSTM, unrolled": partial(keras.layers.LSTM, HIDDEN, unroll=True),
     "LSTM with zeros in the padding": partial(keras.layers.LSTM, HIDDEN, zero_output_for_mask=True),
     "LSTM without biases": partial(keras.layers.LSTM, HIDDEN, use_bias=False),
     "GRU": partial(keras.layers.GRU, HIDDEN),
@@ -275,24 +273,28 @@ KERAS = {
 }
 
 
-WRAPPED = ("LSTM with zeros in the padding", "GRU", "SimpleRNN by relu", "RNN of cells")
-
-
 @pytest.mark.parametrize(
     ("name", "wrapper"),
     [
-        *((name, None) for name in KERAS),
-        *itertools.product(WRAPPED, ("go_backwards", "Bidirectional")),
+        *((name, "") for name in KERAS),
+        *itertools.product(
+            ("LSTM with zeros in the padding", "GRU", "SimpleRNN by relu", "RNN of cells"),
+            (", go_backwards", ", Bidirectional"),
+        ),
     ],
 )
 def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64):
     """The exported weights are those of Keras, too."""
-    backwards, both = wrapper == "go_backwards", wrapper == "Bidirectional"
-    original = KERAS[name](return_sequences=True, return_state=True, go_backwards=backwards)
-    original = random_weights(keras.layers.Bidirectional(original) if both else original)
+    name += wrapper
+    options = {"return_sequences": True, "return_state": True}
+    options |= {"go_backwards": True} if wrapper == ", go_backwards" else {}
+    original = KERAS[name.removesuffix(wrapper)](**options)
+    original = random_weights(
+        keras.layers.Bidirectional(original) if "Bidir" in wrapper else original
+    )
     ours, x = from_keras(original), drawn(BATCH, TIME, IN)
-    assert isinstance(ours, Reversed) == backwards
-    assert isinstance(ours, Bidirectional) == both
+    assert isinstance(ours, Reversed) == ("go_backwards" in name)
+    assert isinstance(ours, Bidirectional) == ("Bidirectional" in name)
     leaves, structure = jax.tree.flatten(ours.init_state(BATCH))
     leaves = [drawn(*leaf.shape) for leaf in leaves]
     lengths = np.array([TIME, 4, 1])
@@ -302,7 +304,7 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
         (None, mask, {"lengths": lengths}),
         (None, mask[:, ::-1], {"starts": TIME - lengths}),
     ):
-        if given and "RNN of" in name and both:
+        if given and "RNN of" in name and "Bidirectional" in name:
             continue  # Keras does not accept initial states here
         initial = [leaf[0] for leaf in leaves] if given else None
         if given and "RNN of cells" in name:
@@ -310,7 +312,7 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
         y, *last = original(x, initial_state=initial, mask=masked)
         state = jax.tree.unflatten(structure, leaves) if given else None
         y_ours, last_ours = ours(x, state, **masks)
-        y = np.flip(y, axis=1) if backwards else np.asarray(y)
+        y = np.flip(y, axis=1) if "go_backwards" in name else np.asarray(y)
         real = np.ones_like(mask) if masked is None or "zeros" in name else masked
         assert_same(y_ours[real], y[real], "outputs")
         for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import (
     FAMILIES,
+    HIPPOGRIFF,
     HIPPOGRIFF_3,
     HYENA_DNA,
     MODELS,
@@ -348,6 +349,7 @@ def test_little_more_than_the_model_is_in_memory(form, small, large, layout, dty
 @pytest.mark.parametrize(
     "config",
     [
+        replace(HIPPOGRIFF, window=7, num_kv_heads=2),
         replace(HIPPOGRIFF_3, num_heads=2, window=4),
         replace(HYENA_DNA, normalized=True, kernel_size=4, order=3),
         replace(HYENA_DNA, modulate=False, filter_bias=False, activation="gelu", shift=0.0),

@@ -111,10 +111,16 @@ LAYERS = {
         call=lambda module, x: module(x.unflatten(-1, (4, 5, 3)).movedim(-1, 1).flatten(1)),
     ),
     "Conv2d in groups": entry(
-        nn.Conv2d(4, 6, (3, 2), groups=2),
-        partial(nnx.Conv, 4, 6, (3, 2), feature_group_count=2, padding="VALID"),
-        conv("", ""),
+        nn.Conv2d(4, 6, (3, 2), groups=2, bias=False),
+        partial(nnx.Conv, 4, 6, (3, 2), feature_group_count=2, padding="VALID", use_bias=False),
+        conv("", "", bias=False),
         image(2, 7, 6, 4),
+    ),
+    "Conv1d": entry(
+        nn.Conv1d(3, 4, 3),
+        partial(nnx.Conv, 3, 4, 3, padding="VALID"),
+        conv("", ""),
+        image(2, 7, 3),
     ),
     "ConvTranspose2d": entry(
         nn.ConvTranspose2d(3, 4, (3, 2), stride=2),
