@@ -23,7 +23,7 @@ CONFIG = GriffinLanguageModelConfig(
     features=32,
     mlp_features=40,
     num_heads=4,
-    num_layers=3,
+    num_layers=5,
     recurrent_features=32,
     window=8,
 )

@@ -168,12 +168,19 @@ MODELS: dict[str, tuple[str, Any]] = {
     ),
     "RecurrentGemma": (
         GEMMA,
-        {**SIZES, "num_key_value_heads": 1, "num_hidden_layers": 3, "attention_window_size": 8},
+        {
+            **SIZES,
+            "hidden_size": 32,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 1,
+            "attention_window_size": 8,
+        },
     ),
     "RecurrentGemma, other options": (
         GEMMA,
         {
             **SIZES,
+            "num_hidden_layers": 4,
             "lru_width": 24,
             "attention_window_size": 5,
             "conv1d_width": 3,

@@ -1,13 +1,16 @@
 """Compares RWKV-4 with transformers' RwkvForCausalLM."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from peers import assert_same_logits_and_gradients, call_transformers, logits_of, randomise
+from peers import assert_same_logits_and_gradients, call_transformers, logits_of
 
 from jax_models import from_weights, to_torch, undo_rescale
+from parity_tests.engine.problem import in_every_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
@@ -24,7 +27,13 @@ def model():
         rescale_every=RESCALE_EVERY,
     )  # fmt: skip
     model = transformers.RwkvForCausalLM(config).double()
-    randomise(model)
+    rng = np.random.default_rng(0)
+    for name, parameter in model.named_parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.2
+        scale *= 4 if name.endswith(("output.weight", "value.weight")) else 1
+        mean = 1 if re.search(r"ln.*weight", name) else 0
+        draw = in_every_dtype(mean + scale * rng.standard_normal(parameter.shape))
+        parameter.data = torch.from_numpy(draw)
     return model
 
 
