@@ -28,7 +28,9 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
+from jax_models.models.load import config_of
 from train.command import convert, generate
+from train.command.export import export, logit_errors
 from train.command.initial_weights import initialize
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
@@ -50,47 +52,11 @@ BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
-CONFIGS = {
-    "qwen3_5_text": Qwen35LanguageModelConfig,
-    "qwen3_5": Qwen35LanguageModelConfig,
-    "olmo_hybrid": OLMoHybridLanguageModelConfig,
-    "lfm2": LFM2LanguageModelConfig,
-    "bamba": BambaLanguageModelConfig,
-    "granitemoehybrid": GraniteLanguageModelConfig,
-}
 
 
 def read(fields: dict[str, Any]) -> Any:
-    return CONFIGS[fields["model_type"]].from_hf(fields)
-
-
-def test_defaults_are_those_of_transformers():
-    assert read(QWEN) == Qwen35LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
-        num_kv_heads=4, num_key_heads=16, num_value_heads=32, key_features=128,
-        value_features=128, tied_head=False,
-    )  # fmt: skip
-    assert read(OLMO) == OLMoHybridLanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=4,
-        num_key_heads=4, num_value_heads=4, key_features=3, value_features=6, tied_head=False,
-    )  # fmt: skip
-    assert read(LFM2 | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
-        num_kv_heads=8, block_types=(FULL,),
-    )  # fmt: skip
-    mamba2 = {
-        "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
-        "mamba_heads": 32, "mamba_head_features": 1, "state_features": 256, "tied_head": False,
-    }  # fmt: skip
-    few_heads = {"mamba_n_heads": 32, "num_key_value_heads": None}
-    assert read(BAMBA | few_heads) == BambaLanguageModelConfig(
-        **mamba2, mlp_features=20, num_kv_heads=4, epsilon=1e-5
-    )
-    assert read(GRANITE | few_heads) == GraniteLanguageModelConfig(
-        **mamba2, mlp_features=7, num_kv_heads=4, epsilon=1e-6
-    )
-    without = {name: value for name, value in BAMBA.items() if name != "num_key_value_heads"}
-    assert read(without).num_kv_heads == 8
+    """The config of a config.json."""
+    return config_of({}, fields)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +141,7 @@ ROPE = "rope_parameters"
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
+    """`test_peers_hybrids.py` reads the fields and the defaults of transformers' own folders."""
     assert getattr(read({"num_key_value_heads": 2, **fields}), field) == value
 
 
@@ -265,21 +232,35 @@ def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
             assert array.tobytes() == weights[key].tobytes(), key
 
 
-def test_the_text_part_of_a_multimodal_folder_is_read(tmp_path):
+def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(tmp_path):
     config = MODELS["qwen3_5_text"]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
     fields = {"model_type": "qwen3_5", "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
+    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
     with pytest.warns(UserWarning, match=listed):
-        model = load_pretrained(tmp_path)
-    assert model.config == config
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
+        read = load_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=listed) as warned:
+        initialize(trainer, tmp_path)
+    assert len(warned) == 1
+    assert read.config == config
+    for model in (read, trainer.model(trainer.initial_params)):
+        for key, array in to_torch(model, "multimodal-file").items():
+            assert array.tobytes() == weights[key].tobytes(), key
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_is_compared_with_its_twin(name, tmp_path):
+    """The text may be longer than the states of the config."""
+    model = replace(MODELS[name], max_length=40).build(rngs=nnx.Rngs(0))
+    export(model, tmp_path / "twin.safetensors")
+    assert 0 < max(logit_errors(model, tmp_path / "twin.safetensors")) < 1e-5
 
 
 def test_folders_without_the_model_are_refused(tmp_path):
@@ -293,19 +274,6 @@ def test_folders_without_the_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
         load_pretrained(tmp_path)
-
-
-def test_a_multimodal_folder_is_fine_tuned(tmp_path):
-    """Training leaves out the other parts, too, and says so once."""
-    config = MODELS["qwen3_5_text"]
-    weights = folder_of(config, tmp_path, "multimodal-file", ["mtp.x", "model.visual.x"])
-    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
-    with pytest.warns(UserWarning, match="left out") as warned:
-        initialize(trainer, tmp_path)
-    assert len(warned) == 1
-    model = trainer.model(trainer.initial_params)
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
 
 
 @pytest.mark.parametrize(
