@@ -47,6 +47,7 @@ SIZES: dict[str, Any] = {
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
+GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
@@ -168,6 +169,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
+        (GRIFFIN | {"intermediate_size": "20"}, "intermediate_size: expected an integer, got '20'"),
+        (GRIFFIN | {"hidden_activation": "silu"}, "hidden_activation: expected gelu_.*, got silu"),
+        (GRIFFIN | {"tie_word_embeddings": False}, "tie_word_embeddings: expected True, got False"),
+        (GRIFFIN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
+        (GRIFFIN | {"block_types": ["mamba"]}, "block_types: expected some of .*mamba"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
@@ -180,6 +186,11 @@ def test_a_config_json_that_is_not_supported_is_refused(fields, message):
     with pytest.raises(ValueError, match=message) as error:
         read(fields).build(rngs=nnx.Rngs(0))
     assert "\n" not in str(error.value)
+
+
+def test_the_config_json_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"^config: model_type: expected lfm2, got bamba$"):
+        LFM2LanguageModelConfig.from_hf(BAMBA)
 
 
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
