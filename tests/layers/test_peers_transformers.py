@@ -85,16 +85,10 @@ def test_gated_delta_net_is_that_of_qwen3_next():
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     config = transformers.Qwen3NextConfig(**OPTIONS)
-    peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0).double().eval()
-    rng = randomise(peer)
-    options = {"epsilon": 1e-3, "param_dtype": np.float64}
-    with jax.enable_x64(True):
-        layer = GatedDeltaNet(12, **SIZES, **options, rngs=nnx.Rngs(0))
-        layer = from_torch(layer, peer.state_dict())
-    weights = to_torch(layer, "qwen3_next")
+    peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    layer = assert_is_mixer(peer, GatedDeltaNet, "qwen3_next", **SIZES, epsilon=1e-3)
+    weights = to_torch(from_torch(layer, peer.state_dict()), "qwen3_next")
     jax.tree.map(np.testing.assert_array_equal, weights, dict(peer.state_dict()))
-    x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, layer, x, weights="qwen3_next", call=call, dtypes=["float64"])
 
 
 @pytest.mark.parametrize(("config", "options"), MAMBAS)
@@ -104,7 +98,7 @@ def test_mamba2_is_that_of_transformers(config, options):
     module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     sizes = {"hidden_size": 12, "num_heads": 6, "head_dim": 4, "state_size": 5, "n_groups": 3}
     config = transformers.Mamba2Config(**sizes | config, num_hidden_layers=1, chunk_size=32)
-    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), HEADS | options)
+    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), Mamba2, "mamba2", **HEADS | options)
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -119,17 +113,19 @@ def test_mamba2_is_that_of_falcon_h1(has_norm):
     )
     peer = module.FalconH1Mixer(config, layer_idx=0)
     peer.mup_vector = torch.ones(peer.in_proj.out_features)
-    assert_is_mixer(peer, HEADS | {"use_norm": has_norm, "norm_before_gate": True})
+    norm = {"use_norm": has_norm, "norm_before_gate": True}
+    assert_is_mixer(peer, Mamba2, "mamba2", **HEADS, **norm)
 
 
-def assert_is_mixer(peer: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Asserts that a Mamba-2 with these options computes what a mixer of transformers does."""
+def assert_is_mixer(peer: torch.nn.Module, kind: Any, weights: str, **options: Any) -> Any:
+    """Asserts that a layer computes what a mixer of transformers does, and returns the layer."""
     peer = peer.double().eval()
     rng = randomise(peer)
     with jax.enable_x64(True):
-        layer = Mamba2(12, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
+        layer = kind(12, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
     x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, layer, x, weights="mamba2", call=call, dtypes=["float64"])
+    assert_parity(peer, layer, x, weights=weights, call=call, dtypes=["float64"])
+    return layer
 
 
 @pytest.mark.parametrize(("family", "config", "options"), ATTENTIONS)
