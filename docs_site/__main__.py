@@ -27,6 +27,7 @@ QUICK = [
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
     QUICK += ["--xla_cpu_use_fusion_emitters=false"]
 ENVIRONMENT = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
     "MPLBACKEND": "agg",

@@ -29,6 +29,7 @@ from jax_models.layers.hyper_lstm import *
 from jax_models.layers.layer_norm_lstm import *
 from jax_models.layers.local_attention import *
 from jax_models.layers.lstm import *
+from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
@@ -47,6 +48,7 @@ from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.bamba import *
 from jax_models.models.configs import *
+from jax_models.models.falcon_h1 import *
 from jax_models.models.generation import *
 from jax_models.models.gp import *
 from jax_models.models.granite import *
@@ -57,6 +59,7 @@ from jax_models.models.hyena_dna import *
 from jax_models.models.language_model import *
 from jax_models.models.lfm2 import *
 from jax_models.models.load import *
+from jax_models.models.mamba import *
 from jax_models.models.mamba2 import *
 from jax_models.models.olmo_hybrid import *
 from jax_models.models.qwen3_5 import *

@@ -20,6 +20,7 @@ from torch_ref.layers.hyper_lstm import *
 from torch_ref.layers.layer_norm_lstm import *
 from torch_ref.layers.local_attention import *
 from torch_ref.layers.lstm import *
+from torch_ref.layers.mamba import *
 from torch_ref.layers.mamba2 import *
 from torch_ref.layers.min_rnn import *
 from torch_ref.layers.mlp import *
@@ -34,6 +35,7 @@ from torch_ref.layers.self_attention import *
 from torch_ref.layers.short_convolution import *
 from torch_ref.layers.striped_hyena import *
 from torch_ref.models.bamba import *
+from torch_ref.models.falcon_h1 import *
 from torch_ref.models.generation import *
 from torch_ref.models.gp import *
 from torch_ref.models.granite import *
@@ -42,6 +44,7 @@ from torch_ref.models.hawk import *
 from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
 from torch_ref.models.lfm2 import *
+from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *
 from torch_ref.models.olmo_hybrid import *
 from torch_ref.models.qwen3_5 import *

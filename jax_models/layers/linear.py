@@ -24,7 +24,7 @@ def normal_of_fan_in(variance: float = 1.0, *, in_blocks: bool = False) -> Initi
     return nnx.initializers.variance_scaling(variance, "fan_in", "normal", batch_axis=batch_axis)
 
 
-def torch_uniform(fan_in: int) -> Initializer:
+def torch_uniform(fan_in: float) -> Initializer:
     """The initializer of the matrix and the bias of `torch.nn.Linear`: uniform in ±1/√fan_in."""
     bound = fan_in**-0.5
 
@@ -43,6 +43,11 @@ class Linear(nnx.Linear):
     which slows down a training step.
     """
 
+    scale: float = 1.0
+    """The factor by which outputs are multiplied, in models that have multipliers beside their
+    weights.
+    """
+
     def __init__(self, in_features, out_features, *, dot_general=dot_general, **options):
         """Takes the arguments of `nnx.Linear`."""
         super().__init__(in_features, out_features, dot_general=dot_general, **options)
@@ -50,6 +55,8 @@ class Linear(nnx.Linear):
     def __call__(self, inputs, out_sharding=None):
         """Maps `inputs`, (…, in), to (…, out)."""
         y = super().__call__(inputs.reshape(-1, inputs.shape[-1]), out_sharding)
+        if self.scale != 1:
+            y = self.scale * y
         return y.reshape(*inputs.shape[:-1], self.out_features)
 
 

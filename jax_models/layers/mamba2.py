@@ -70,7 +70,8 @@ class Mamba2(SequenceLayer[Mamba2State]):
         state_features: size of each group of B and C.
         num_groups: number of groups of B and C, a divisor of `num_heads`.
         kernel_size: taps of the convolution.
-        use_bias: whether the projections of x, and W_out, have biases.
+        use_bias: whether the projections of x have biases.
+        out_bias: whether W_out has a bias. None: like `use_bias`.
         conv_bias: whether the convolution has a bias.
         dt_limits: the least and the greatest Δ.
         use_norm: whether there is a `norm`. Falcon-H1 has none by default.
@@ -106,6 +107,7 @@ class Mamba2(SequenceLayer[Mamba2State]):
         num_groups: int = 1,
         kernel_size: int = 4,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         dt_limits: tuple[float, float] = (0.0, math.inf),
         use_norm: bool = True,
@@ -134,7 +136,8 @@ class Mamba2(SequenceLayer[Mamba2State]):
         self.B_proj = Linear(features, group, **matrix)
         self.C_proj = Linear(features, group, **matrix)
         self.dt_proj = Linear(features, num_heads, **matrix)
-        matrix = with_inits(options, torch_uniform(inner), use_bias=use_bias)
+        out_bias = use_bias if out_bias is None else out_bias
+        matrix = with_inits(options, torch_uniform(inner), use_bias=out_bias)
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
         self.out_proj = Linear(inner, features, **matrix)
         zeros: Any = {"bias_init": nnx.initializers.zeros} if conv_bias else {}
@@ -217,17 +220,16 @@ class Mamba2(SequenceLayer[Mamba2State]):
         names = ["z_proj", "u_proj", "B_proj", "C_proj", "dt_proj"]
         inner, group = self.out_proj.in_features, self.num_groups * self.state_features
         sizes = inner, inner, group, group, self.num_heads
-        has_bias = self.out_proj.bias is not None
         in_proj = [
             parts([f"{name}.kernel" for name in names], "in_proj.weight", sizes),
             parts([f"{name}.bias" for name in names], "in_proj.bias", sizes),
         ]
         return {
             "mamba2": [
-                *in_proj[: 1 + has_bias],
+                *in_proj[: 1 + self.z_proj.use_bias],
                 *nested(self.conv.torch_rows(), "conv", "conv1d"),
                 *(same(name, name) for name in ("A_log", "D", "dt_bias")),
                 *(rms_norm("norm", "norm") if self.norm is not None else ()),
-                *linear("out_proj", "out_proj", bias=has_bias),
+                *linear("out_proj", "out_proj", bias=self.out_proj.use_bias),
             ]
         }

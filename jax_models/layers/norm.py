@@ -162,8 +162,8 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
         >>> norm = RMSNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
 
-    With `num_groups`, the mean is that of each group of consecutive features. It works under
-    `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
+    With `num_groups`, the mean is that of each group of consecutive features. Without `use_scale`,
+    there is no scale. It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
     def __init__(
@@ -172,10 +172,11 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
         *,
         num_groups: int = 1,
         epsilon: Positive = 1e-6,
+        use_scale: bool = True,
         **options: Unpack[NormOptions],
     ):
         check_divides("num_groups", num_groups, "features", features)
-        super().__init__(features, epsilon=epsilon, **options)
+        super().__init__(features, epsilon=epsilon, use_scale=use_scale, **options)
         self.num_groups = num_groups
 
     def __call__(self, x, mask=None):
@@ -190,8 +191,9 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
             where = None if mask is None else jnp.broadcast_to(mask, x.shape).reshape(shape)
             square = jnp.mean(groups * groups, axis=-1, keepdims=True, where=where)
             y = (groups * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
-            scale: nnx.Param = self.scale  # pyright: ignore[reportAssignmentType]
-            return (y * jnp.broadcast_to(scale[...], y.shape)).astype(dtype)
+            if self.scale is not None:
+                y = y * jnp.broadcast_to(self.scale[...], y.shape)
+            return y.astype(dtype)
 
 
 class RootMeanSquareNorm(CheckedOptions, nnx.Module):

@@ -3,18 +3,18 @@
 __all__ = ["BambaLanguageModel", "BambaLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
+from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import Size, has
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     MAMBA2_SIZES,
     BlockKeys,
-    BlockMLP,
     HybridLanguageModel,
     Mamba2HybridConfig,
     model_layouts,
@@ -62,6 +62,14 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
         return BambaLanguageModel(self, **options)
 
     @classmethod
+    def recognizes(cls, keys: Iterable[str]) -> bool:
+        """Whether these are keys of Bamba, whose blocks have one mixer. Falcon-H1's have two."""
+        names = {*keys}
+        attention, mamba = "self_attn.q_proj.weight", "mamba.A_log"
+        beside = {key.replace(attention, mamba) for key in names if key.endswith(attention)}
+        return super().recognizes(names) and not beside & names
+
+    @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the rotated fraction, which transformers ignores outside `rope_parameters`."""
         rotary = config.get("rope_parameters") or {}
@@ -92,7 +100,7 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
         theta = self.rope_theta if rotated else None
         return super().attention(rotary_features=rotated, rope_theta=theta, **options)
 
-    def mlp(self, **options: Any) -> BlockMLP:
+    def mlp(self, **options: Any) -> GatedMLP:
         return super().mlp(use_bias=self.mlp_bias, **options)
 
 

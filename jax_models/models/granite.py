@@ -10,20 +10,21 @@ from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import UNDETERMINED, Size, has
+from jax_models.models.architecture import UNDETERMINED, Size
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     MAMBA2_SIZES,
     BlockKeys,
-    BlockMLP,
+    ExpertsConfig,
     ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
     Mamba2HybridConfig,
+    experts_sizes,
     model_layouts,
 )
-from jax_models.options import Index, LayerOptions, NormOptions
+from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
 
@@ -57,12 +58,9 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
 
 
 def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    router = f"*.{experts.router}"
     return {
         "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
-        "num_experts": (Size(router, 0, rank=2), 0),
-        "experts_per_token": has(router, UNDETERMINED, ...),
-        "expert_features": (Size(f"*.{experts.down}", 2, rank=3), ...),
+        **experts_sizes(experts),
         **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
         **MAMBA2_SIZES,
     }
@@ -75,7 +73,7 @@ OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
 @dataclasses.dataclass(frozen=True)
-class GraniteLanguageModelConfig(Mamba2HybridConfig):
+class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
     """The config of Granite 4. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls these models `granitemoehybrid`.
@@ -120,12 +118,6 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
 
     mlp_features: int = 512
     """Width of the gated MLPs. Beside experts, the MLP is the shared expert of all tokens."""
-    num_experts: Index = 0
-    """Number of experts in a block, without the shared one. 0: a block has only its MLP."""
-    experts_per_token: int = 2
-    """Number of experts that are chosen for each token."""
-    expert_features: int = 128
-    """Width of each of these experts."""
     rope_theta: Positive | None = None
     """θ of `ops.rotary`. None: the attention has no positions."""
     embedding_multiplier: float = 1.0
@@ -170,8 +162,8 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
             fields |= {"num_experts_per_tok": 0, "intermediate_size": self.mlp_features}
         return fields
 
-    def block(self, kind: str, **options: Unpack[LayerOptions]) -> HybridBlock:
-        block = super().block(kind, **options)
+    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> HybridBlock:
+        block = super().block(kind, number, **options)
         block.residual_scale = self.residual_multiplier
         return block
 
@@ -179,17 +171,8 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig):
         rotary = {"rotary_features": 0} if self.rope_theta is None else {}
         return super().attention(scale=self.attention_multiplier, **rotary, **options)
 
-    def mlp(self, **options: Any) -> BlockMLP:
-        if not self.num_experts:
-            return super().mlp(**options)
-        return Experts(
-            self.features,
-            self.expert_features,
-            self.num_experts,
-            self.experts_per_token,
-            shared_features=self.mlp_features,
-            **options,
-        )
+    def experts(self, **options: Any) -> Experts:
+        return super().experts(shared_features=self.mlp_features, **options)
 
 
 class GraniteLanguageModel(HybridLanguageModel):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jax_models.models.architecture import Checkpoint, Fields, architectures, whole_key
 from jax_models.models.configs import BlocksConfig
@@ -14,7 +14,22 @@ UNSUPPORTED = {
     "num_experts": "mixtures of experts",
     "num_local_experts": "mixtures of experts",
 }
-"""The fields of parts that a model does not have, unless its `hf_fields` contain them."""
+"""The fields of parts that a model does not have, unless its `HFModel.fields` contain them."""
+
+
+class HFModel(NamedTuple):
+    """A model of transformers and the fields of its config.json."""
+
+    model_type: str
+    """The `model_type` of the config.json."""
+    hf_class: str
+    """The class of the model in transformers."""
+    fields: Mapping[str, str]
+    """As `HFConfig.hf_fields`."""
+    sizes: tuple[str, ...]
+    """As `HFConfig.hf_sizes`."""
+    defaults: Mapping[str, Any] = {}
+    """As `HFConfig.hf_defaults`."""
 
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -58,6 +73,8 @@ class HFConfig(BlocksConfig):
     """The values that fields of a config.json can have, the default first."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """transformers' defaults for other fields. The defaults that are not listed equal ours."""
+    hf_experts: ClassVar[HFModel | None] = None
+    """The model with a mixture of experts, if it has another class in transformers."""
 
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Published models whose sizes `benchmarks.full_size` and `tpu_compile` use: for each name, the
@@ -74,6 +91,14 @@ class HFConfig(BlocksConfig):
         return dataclasses.replace(cls.from_hf(fields), **options)
 
     @classmethod
+    def hf_model(cls, has_experts: bool) -> HFModel:
+        """Returns the model of transformers without or with experts."""
+        if has_experts and cls.hf_experts is not None:
+            return cls.hf_experts
+        own = cls.hf_fields, cls.hf_sizes, cls.hf_defaults
+        return HFModel(cls.model_types[0], cls.hf_class, *own)
+
+    @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads the config from the config.json of a model of transformers.
 
@@ -83,6 +108,8 @@ class HFConfig(BlocksConfig):
 
         """
         stated = {name: value for name, value in config.items() if value is not None}
+        other = cls.hf_experts
+        model = cls.hf_model(other is not None and stated.get("model_type") == other.model_type)
         rotary = stated.get("rope_scaling") or stated.get("rope_parameters", {})
         if not isinstance(rotary, Mapping) or any(isinstance(v, Mapping) for v in rotary.values()):
             raise ValueError(
@@ -94,7 +121,7 @@ class HFConfig(BlocksConfig):
         defaults = {name: value for name, (value, *_) in cls.hf_values.items()}
         given: dict[str, Any] = {
             **{name: value for name, value in defaults.items() if name != "model_type"},
-            **cls.hf_defaults,
+            **model.defaults,
             **stated,
             **({"rope_type": rotary["type"]} if "type" in rotary else {}),
             **{name: value for name, value in rotary.items() if value is not None},
@@ -106,18 +133,18 @@ class HFConfig(BlocksConfig):
                 known = " or ".join(map(str, values))
                 raise ValueError(f"config: {name}: expected {known}, got {value}")
         for name, part in UNSUPPORTED.items():
-            if name not in cls.hf_fields and (value := stated.get(name)):
+            if name not in model.fields and (value := stated.get(name)):
                 value = value.get("quant_method") if isinstance(value, Mapping) else value
                 raise ValueError(
                     f"config: {name}: expected none, because {part} are not supported in "
                     f"{cls.family}, got {value}"
                 )
         # Sizes must be stated, because any default would be a guess.
-        for name in cls.hf_sizes:
+        for name in model.sizes:
             if not isinstance(value := stated.get(name), int):
                 raise ValueError(f"config: {name}: expected an integer, got {value!r}")
         # Rename the fields, and convert those that have another meaning here.
-        fields = {ours: given[name] for name, ours in cls.hf_fields.items() if name in given}
+        fields = {ours: given[name] for name, ours in model.fields.items() if name in given}
         return cls(**fields | cls.converted(given, config))
 
     @classmethod
@@ -135,11 +162,12 @@ class HFConfig(BlocksConfig):
             ValueError: transformers does not support an option of this config.
 
         """
-        fields = {name: getattr(self, ours) for name, ours in self.hf_fields.items()}
+        model = self.hf_model(getattr(self, "num_experts", 0) > 0)
+        fields = {name: getattr(self, ours) for name, ours in model.fields.items()}
         rotary = {name: fields[name] for name in ROTARY if name in fields}
         return {
-            "architectures": [self.hf_class],
-            "model_type": self.model_types[0],
+            "architectures": [model.hf_class],
+            "model_type": model.model_type,
             **{
                 name: [*value] if isinstance(value, tuple) else value
                 for name, value in fields.items()

@@ -4,7 +4,7 @@ __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
@@ -19,10 +19,19 @@ from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
-from jax_models.models.architecture import UNDETERMINED, Fields, Layout, Size, has, tied_head
+from jax_models.models.architecture import (
+    UNDETERMINED,
+    Checkpoint,
+    Fields,
+    Layout,
+    Size,
+    has,
+    tied_head,
+    whole_key,
+)
 from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
-from jax_models.options import LayerOptions, NormOptions, norm_options
+from jax_models.options import Index, LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -31,8 +40,6 @@ FULL = "full_attention"
 LINEAR = "linear_attention"
 """The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
 HEAD = "lm_head.weight"
-BlockMLP = GatedMLP | Experts
-"""The MLP of a block, or its mixture of experts."""
 
 
 class ExpertsKeys(NamedTuple):
@@ -143,12 +150,12 @@ class HybridConfig(PatternConfig):
     def to_hf(self) -> dict[str, Any]:
         return super().to_hf() | {"layer_types": self.mixings}
 
-    def block(self, kind: str, **options: Unpack[LayerOptions]) -> "HybridBlock":
-        """Builds a block of a kind."""
+    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
+        """Builds the block with this number, which is of this kind."""
         build = self.attention if kind == FULL else self.mixer
         return HybridBlock(
             build(**options),
-            self.mlp,
+            self.experts if self.has_experts(number) else self.mlp,
             partial(self.norm, epsilon=self.epsilon),
             keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
             norms_outputs=kind in self.post_normed,
@@ -163,9 +170,36 @@ class HybridConfig(PatternConfig):
         """Builds the mixer of any other block."""
         raise NotImplementedError  # a subclass builds it
 
-    def mlp(self, **options: Any) -> BlockMLP:
-        """Builds the MLP or the mixture of experts of a block."""
+    def has_experts(self, number: int) -> bool:
+        """Whether the block with this number has a mixture of experts instead of an MLP."""
+        return False
+
+    def mlp(self, **options: Any) -> GatedMLP:
+        """Builds the MLP of a block."""
         return GatedMLP(self.features, self.mlp_features, activation="silu", **options)
+
+    def experts(self, **options: Any) -> Experts:
+        """Builds the mixture of experts of a block."""
+        raise NotImplementedError  # a subclass builds it
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig(HybridConfig):
+    """The base class of the configs of hybrids that may have experts instead of MLPs."""
+
+    num_experts: Index = 0
+    """Number of experts in a block, without a shared one. 0: all blocks have MLPs."""
+    experts_per_token: int = 2
+    """Number of experts that are chosen for each token."""
+    expert_features: int = 128
+    """Width of each of these experts."""
+
+    def has_experts(self, number: int) -> bool:
+        return self.num_experts > 0
+
+    def experts(self, **options: Any) -> Experts:
+        sizes = self.features, self.expert_features, self.num_experts, self.experts_per_token
+        return Experts(*sizes, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,12 +301,12 @@ class Mamba2HybridConfig(HybridConfig):
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Fills in sizes that depend on others."""
-        inner, heads = given["mamba_expand"] * given["hidden_size"], given["mamba_n_heads"]
+        inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
         size = given.get("mamba_d_head", "auto")
         size = inner // heads if size == "auto" else size
         if size * heads != inner:
             raise ValueError(
-                "config: mamba_d_head: expected mamba_expand · hidden_size / mamba_n_heads = "
+                "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
                 f"{inner} / {heads}, got {size}"
             )
         # A null means as many heads of keys as of queries, even if another number is the default.
@@ -281,14 +315,23 @@ class Mamba2HybridConfig(HybridConfig):
         sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
         return super().converted(given, config) | sizes
 
+    @classmethod
+    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """The size of all heads of a Mamba-2 together."""
+        return given["mamba_expand"] * given["hidden_size"]
+
     def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | self.inner_to_hf()
+
+    def inner_to_hf(self) -> dict[str, Any]:
+        """The field of the config.json from which `inner_features` reads this size."""
         inner, features = self.mamba_heads * self.mamba_head_features, self.features
         if inner % features:
             raise ValueError(
                 "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
                 f"features = {features}, as in transformers, got {inner}"
             )
-        return super().to_hf() | {"mamba_expand": inner // features}
+        return {"mamba_expand": inner // features}
 
     def attention(self, **options: Any) -> SequenceLayer:
         bias = self.attention_bias
@@ -317,7 +360,7 @@ class HybridBlock(ResidualBlock[Any]):
     def __init__(
         self,
         mixer: SequenceLayer,
-        mlp: Callable[..., BlockMLP],
+        mlp: Callable[..., GatedMLP | Experts],
         norm: Callable[..., Any],
         *,
         keys: Mapping[str, BlockKeys],
@@ -352,6 +395,7 @@ class HybridBlock(ResidualBlock[Any]):
             return nested(mlp.rows(*keys.projections), "mlp", keys.mlp)
         assert experts is not None
         router, gate, up, down, bias, shared, shared_gate = experts
+        bias = None if mlp.expert_bias is None else bias
         rows = nested(mlp.rows(router, gate, up, down, bias), "mlp", "")
         if mlp.shared is not None:
             rows += nested(mlp.shared.rows(*keys.projections), "mlp.shared", shared)
@@ -369,7 +413,7 @@ class HybridLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(*sizes, embedding_init=init, **options),
-            blocks=[config.block(kind, **matrix) for kind in config.mixings],
+            blocks=[config.block(kind, i, **matrix) for i, kind in enumerate(config.mixings)],
             norm=config.norm(config.features, epsilon=config.epsilon, **options),
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
@@ -404,6 +448,35 @@ def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int =
     return (size if convert is None else size._replace(convert=convert)), ...
 
 
+def experts_sizes(experts: ExpertsKeys) -> dict[str, Any]:
+    """The sources of the fields of an `ExpertsConfig` under these keys."""
+    router, down = f"*.{experts.router}", f"*.{experts.down.format(0)}"
+    count = Size(router, 0, rank=2), 0
+    return {
+        # A function, because a source with sizes would count the router among the usual keys.
+        "num_experts": lambda checkpoint, fields: checkpoint.field(count, fields),
+        "experts_per_token": has(router, UNDETERMINED, ...),
+        "expert_features": (Size(down, -1), ...),
+    }
+
+
+def dense_layers(
+    router: str, convert: Callable[[Sequence[int]], Any] = tuple
+) -> Callable[[Checkpoint, Fields], Any]:
+    """A source for `Layout.sizes`: the blocks that have no router although others have one.
+
+    `convert` computes the field from their numbers.
+    """
+
+    def convert_numbers(checkpoint: Checkpoint, fields: Fields) -> Any:
+        if not fields["num_experts"]:
+            return ...
+        keys = [whole_key(checkpoint.layout, f"*.{router}", n) for n in checkpoint.numbers]
+        return convert([i for i, key in enumerate(keys) if key not in checkpoint.weights])
+
+    return convert_numbers
+
+
 def _state_features(channels: int, fields: Fields) -> int:
     """The convolution has the channels of the heads, and of B and C for each group."""
     inner = fields["mamba_heads"] * fields["mamba_head_features"]
@@ -419,8 +492,9 @@ MAMBA2_SIZES: Mapping[str, Any] = {
     "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
     "attention_bias": has("*.self_attn.q_proj.bias"),
     "mamba_heads": rows("mamba.A_log", rank=1),
-    "mamba_head_features": rows(
-        "mamba.norm.weight", lambda size, fields: size // fields["mamba_heads"], rank=1
+    "mamba_head_features": (
+        Size("*.mamba.out_proj.weight", 1, 2, lambda size, fields: size // fields["mamba_heads"]),
+        ...,
     ),
     "num_groups": UNDETERMINED,
     "state_features": rows("mamba.conv1d.weight", _state_features, rank=3),

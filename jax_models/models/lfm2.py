@@ -1,4 +1,4 @@
-"""Liquid AI's LFM2: gated short convolutions and attention."""
+"""Liquid AI's LFM2: gated short convolutions and attention, also with experts."""
 
 __all__ = ["LFM2LanguageModel", "LFM2LanguageModelConfig"]
 
@@ -10,30 +10,59 @@ from flax import nnx
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
+from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
 from jax_models.models.architecture import Size, has, tied_head
-from jax_models.models.hf import kinds_by_key
+from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
     BlockKeys,
+    ExpertsConfig,
+    ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
+    dense_layers,
+    experts_sizes,
     heads_of,
     model_layouts,
     rows,
 )
-from jax_models.options import NormOptions
+from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, parts
 
 PROJECTIONS = ("w1", "w3", "w2")
-KEYS = ("operator_norm", "ffn_norm", "lfm2", "feed_forward", PROJECTIONS)
-LAYOUT, FILE = model_layouts(
-    "model",
-    "embedding_norm",
-    {
-        "mlp_features": Size("*.feed_forward.w1.weight", 0),
+ROUTER, EXPERT_BIAS = "feed_forward.gate.weight", "feed_forward.expert_bias"
+EXPERTS = ExpertsKeys(
+    ROUTER,
+    "feed_forward.experts.gate_up_proj",
+    "feed_forward.experts.gate_up_proj",
+    "feed_forward.experts.down_proj",
+    EXPERT_BIAS,
+)
+"""The keys of the experts in a `state_dict`."""
+FILE_EXPERTS = ExpertsKeys(
+    ROUTER,
+    "feed_forward.experts.{}.w1.weight",
+    "feed_forward.experts.{}.w3.weight",
+    "feed_forward.experts.{}.w2.weight",
+    EXPERT_BIAS,
+)
+"""The keys of the experts in a saved file."""
+
+
+def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
+    keys = ("operator_norm", "ffn_norm", "lfm2", "feed_forward", PROJECTIONS, experts)
+    return {"conv": BlockKeys("conv", *keys), FULL: BlockKeys("self_attn", *keys)}
+
+
+def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
+    return {
+        "mlp_features": (Size("*.feed_forward.w1.weight", 0), ...),
+        **experts_sizes(experts),
+        "use_expert_bias": has(f"*.{EXPERT_BIAS}"),
+        "num_dense_layers": dense_layers(ROUTER, len),
         "block_types": kinds_by_key("*.conv.in_proj.weight", "conv", FULL),
         "head_features": rows("self_attn.q_layernorm.weight", rank=1),
         "num_heads": rows("self_attn.q_proj.weight", heads_of()),
@@ -41,28 +70,56 @@ LAYOUT, FILE = model_layouts(
         "kernel_size": (Size("*.conv.conv.weight", 2, rank=3), ...),
         "conv_bias": has("*.conv.conv.bias"),
         "tied_head": tied_head,
+    }
+
+
+STATE_DICT, _ = model_layouts("model", "embedding_norm", _sizes(EXPERTS))
+_, FILE = model_layouts("model", "embedding_norm", _sizes(FILE_EXPERTS))
+HF_FIELDS = {
+    {"rms_norm_eps": "norm_eps"}.get(name, name): ours
+    for name, ours in HybridConfig.hf_fields.items()
+} | {"conv_L_cache": "kernel_size", "conv_bias": "conv_bias"}
+LFM2_MOE = HFModel(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    HF_FIELDS
+    | {
+        "num_dense_layers": "num_dense_layers",
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_features",
+        "use_expert_bias": "use_expert_bias",
+        "norm_topk_prob": "normalize_experts",
+        "routed_scaling_factor": "experts_scale",
     },
-    blocks_layout="hf",
+    HybridConfig.hf_sizes,
+    {
+        "num_key_value_heads": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+        "use_expert_bias": True,
+    },
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class LFM2LanguageModelConfig(HybridConfig):
-    """The config of LFM2. Except for the sizes, the defaults are those of transformers."""
+class LFM2LanguageModelConfig(ExpertsConfig):
+    """The config of LFM2. Except for the sizes, the defaults are those of transformers.
+
+    By default, there are no experts. transformers calls the models with experts `lfm2_moe`.
+    """
 
     family: ClassVar = "LFM2"
-    model_types: ClassVar = ("lfm2",)
+    model_types: ClassVar = ("lfm2", LFM2_MOE.model_type)
     marks: ClassVar = ("model.embedding_norm.",)
     kinds: ClassVar = ("conv", FULL)
-    block_keys: ClassVar = {
-        "hf": {"conv": BlockKeys("conv", *KEYS), FULL: BlockKeys("self_attn", *KEYS)}
-    }
-    layouts: ClassVar = {"hf": LAYOUT, "hf-file": FILE}
+    block_keys: ClassVar = {"hf": _block_keys(EXPERTS), "hf-file": _block_keys(FILE_EXPERTS)}
+    float32_keys: ClassVar = (f".{EXPERT_BIAS}",)
+    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE}
     hf_class: ClassVar = "Lfm2ForCausalLM"
-    hf_fields: ClassVar = {
-        {"rms_norm_eps": "norm_eps"}.get(name, name): ours
-        for name, ours in HybridConfig.hf_fields.items()
-    } | {"conv_L_cache": "kernel_size", "conv_bias": "conv_bias"}
+    hf_fields: ClassVar = HF_FIELDS
+    hf_experts: ClassVar = LFM2_MOE
     hf_values: ClassVar = {"rope_type": ("default",), "tie_word_embeddings": (True, False)}
     hf_defaults: ClassVar = {"num_key_value_heads": 8}
     published: ClassVar = {
@@ -88,6 +145,14 @@ class LFM2LanguageModelConfig(HybridConfig):
     """Number of taps of the short convolutions."""
     conv_bias: bool = False
     """Whether the short convolutions and their projections have biases."""
+    num_dense_layers: Index = 2
+    """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
+    use_expert_bias: bool = False
+    """Whether a bias, which training leaves alone, influences the choice of experts."""
+    normalize_experts: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    experts_scale: Positive = 1.0
+    """The factor by which the weights of the experts are multiplied."""
 
     def build(self, **options: Unpack[NormOptions]) -> "LFM2LanguageModel":
         return LFM2LanguageModel(self, **options)
@@ -95,6 +160,10 @@ class LFM2LanguageModelConfig(HybridConfig):
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Computes the width of the MLPs, in integers as transformers does."""
+        tied = given.get("tie_embedding", given["tie_word_embeddings"])
+        fields = super().converted(given, config) | {"tied_head": tied}
+        if given["model_type"] == LFM2_MOE.model_type:
+            return fields  # its width is stated
         width = given.get("block_ff_dim", given["intermediate_size"])
         if given.get("block_auto_adjust_ff_dim", True):
             width = int(2 * width / 3)
@@ -102,8 +171,7 @@ class LFM2LanguageModelConfig(HybridConfig):
             if factor is not None:
                 multiple = given.get("block_multiple_of", 256)
                 width = -(-int(factor * width) // multiple) * multiple
-        tied = given.get("tie_embedding", given["tie_word_embeddings"])
-        return super().converted(given, config) | {"mlp_features": width, "tied_head": tied}
+        return fields | {"mlp_features": width}
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -114,11 +182,23 @@ class LFM2LanguageModelConfig(HybridConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json, with all names of the MLPs' width and of the tied head."""
-        return super().to_hf() | {
-            "block_ff_dim": self.mlp_features,
-            "block_auto_adjust_ff_dim": False,
-            "tie_embedding": self.tied_head,
-        }
+        fields = super().to_hf() | {"tie_embedding": self.tied_head}
+        if self.num_experts:
+            return fields
+        return fields | {"block_ff_dim": self.mlp_features, "block_auto_adjust_ff_dim": False}
+
+    def has_experts(self, number: int) -> bool:
+        return self.num_experts > 0 and number >= self.num_dense_layers
+
+    def experts(self, **options: Any) -> Experts:
+        return super().experts(
+            scores="sigmoid",
+            normalize=self.normalize_experts,
+            epsilon=1e-6,
+            scale=self.experts_scale,
+            use_expert_bias=self.use_expert_bias,
+            **options,
+        )
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(qk_norm="head", **options)
@@ -137,16 +217,17 @@ class LFM2LanguageModel(HybridLanguageModel):
         x ← x + mixer(norm(x)),   x ← x + mlp(norm(x))
 
     The mixer is a `ShortConvolution` or an `Attention`, which norms the queries and keys of each
-    head. The MLP is a `GatedMLP` with silu. The head is the token embedding, or a matrix of its
-    own.
+    head. The MLP is a `GatedMLP` with silu, or with `num_experts` a mixture of `Experts` above the
+    lowest `num_dense_layers` blocks. The head is the token embedding, or a matrix of its own.
 
     Args:
         config: the sizes. `LFM2LanguageModelConfig.from_hf` reads them from a config.json.
         **options: as for every layer. Matrices and convolutions are drawn from a normal
             distribution, and biases are zero, as in transformers.
 
-    Layouts: `hf` (transformers' Lfm2ForCausalLM) and `hf-file` (the same without `lm_head.weight`
-    if the head is tied).
+    Layouts: `hf` (transformers' Lfm2ForCausalLM and Lfm2MoeForCausalLM) and `hf-file` (the files
+    that they save, in which experts have other keys, and which lack `lm_head.weight` if the head is
+    tied).
 
     """
 

@@ -1,4 +1,4 @@
-"""The text model of Qwen3.5: Gated DeltaNet, with gated attention in every fourth block."""
+"""The text model of Qwen3.5: Gated DeltaNet, gated attention in every fourth block, and experts."""
 
 __all__ = ["Qwen35LanguageModel", "Qwen35LanguageModelConfig"]
 
@@ -8,15 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
 from jax_models.layers.attention import Attention
+from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
-from jax_models.models.hf import kinds_by_key
+from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
+    LINEAR,
     BlockKeys,
+    ExpertsConfig,
+    ExpertsKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
+    experts_sizes,
     heads_of,
     model_layouts,
     rows,
@@ -27,6 +32,31 @@ from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_
 from jax_models.weights.rows import namespace
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
+SHARED = {"shared": "mlp.shared_expert", "shared_gate": "mlp.shared_expert_gate"}
+EXPERTS = ExpertsKeys(
+    "mlp.gate.weight",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+    **SHARED,
+)
+"""The keys of the experts in a `state_dict`."""
+FILE_EXPERTS = ExpertsKeys(
+    EXPERTS.router,
+    "mlp.experts.{}.gate_proj.weight",
+    "mlp.experts.{}.up_proj.weight",
+    "mlp.experts.{}.down_proj.weight",
+    **SHARED,
+)
+"""The keys of the experts in a saved file."""
+
+
+def block_keys(layout: str, experts: ExpertsKeys) -> dict[str, BlockKeys]:
+    """The keys of the blocks, whose Gated DeltaNets have this layout."""
+    return {
+        LINEAR: BlockKeys("linear_attn", *NORMS, layout, experts=experts),
+        FULL: BlockKeys("self_attn", *NORMS, "qwen3_5", experts=experts),
+    }
 
 
 def _key_features(channels: int, fields: Fields) -> int:
@@ -35,9 +65,10 @@ def _key_features(channels: int, fields: Fields) -> int:
     return key_channels // (2 * fields["num_key_heads"])
 
 
+SHARED_SIZE = Size("*.mlp.shared_expert.gate_proj.weight", 0)
 SIZES = {
-    "mlp_features": Size("*.mlp.gate_proj.weight", 0),
-    "block_types": kinds_by_key("*.linear_attn.A_log", "linear_attention", FULL),
+    "mlp_features": (SHARED_SIZE, Size("*.mlp.gate_proj.weight", 0)),
+    "block_types": kinds_by_key("*.linear_attn.A_log", LINEAR, FULL),
     "head_features": rows("self_attn.q_norm.weight", rank=1),
     "num_heads": rows("self_attn.q_proj.weight", heads_of(2)),
     "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
@@ -49,24 +80,61 @@ SIZES = {
     "attention_bias": has("*.self_attn.q_proj.bias"),
     "tied_head": tied_head,
 }
-TEXT, TEXT_FILE = model_layouts("model", "norm", SIZES, blocks_layout="hf")
-WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", SIZES, blocks_layout="hf")
+STACKED, SINGLE = SIZES | experts_sizes(EXPERTS), SIZES | experts_sizes(FILE_EXPERTS)
+TEXT, _ = model_layouts("model", "norm", STACKED, blocks_layout="hf")
+_, TEXT_FILE = model_layouts("model", "norm", SINGLE, blocks_layout="hf-file")
+WHOLE, _ = model_layouts("model.language_model", "norm", STACKED, blocks_layout="hf")
+_, WHOLE_FILE = model_layouts("model.language_model", "norm", SINGLE, blocks_layout="hf-file")
+HF_FIELDS = GatedDeltaNetConfig.hf_fields | {"partial_rotary_factor": "rotary_fraction"}
+EXPERTS_FIELDS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_features",
+}
+DEFAULTS = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+QWEN35_MOE = HFModel(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    {
+        {"intermediate_size": "shared_expert_intermediate_size"}.get(name, name): ours
+        for name, ours in HF_FIELDS.items()
+    }
+    | EXPERTS_FIELDS,
+    (
+        *("vocab_size", "hidden_size", "num_hidden_layers"),
+        *("shared_expert_intermediate_size", "num_attention_heads"),
+    ),
+    DEFAULTS
+    | {
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
-    """The config of Qwen3.5. Except for the sizes, the defaults are those of transformers."""
+class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
+    """The config of Qwen3.5. Except for the sizes, the defaults are those of transformers.
+
+    By default, there are no experts. transformers calls the models with experts `qwen3_5_moe`.
+    """
 
     family: ClassVar = "Qwen3.5"
-    model_types: ClassVar = ("qwen3_5_text", "qwen3_5")
+    model_types: ClassVar = ("qwen3_5_text", "qwen3_5", QWEN35_MOE.model_type, "qwen3_5_moe")
     marks: ClassVar = (".linear_attn.in_proj_qkv.",)
     left_out: ClassVar = ("mtp.", "model.visual.", "visual.")
     norm: ClassVar = ZeroCenteredRMSNorm
     block_keys: ClassVar = {
-        "hf": {
-            "linear_attention": BlockKeys("linear_attn", *NORMS, "qwen3_5"),
-            FULL: BlockKeys("self_attn", *NORMS, "qwen3_5"),
-        }
+        "hf": block_keys("qwen3_5", EXPERTS),
+        "hf-file": block_keys("qwen3_5", FILE_EXPERTS),
     }
     layouts: ClassVar = {
         "hf": TEXT,
@@ -75,17 +143,9 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
         "multimodal-file": WHOLE_FILE,
     }
     hf_class: ClassVar = "Qwen3_5ForCausalLM"
-    hf_fields: ClassVar = GatedDeltaNetConfig.hf_fields | {
-        "partial_rotary_factor": "rotary_fraction"
-    }
-    hf_defaults: ClassVar = {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }
+    hf_fields: ClassVar = HF_FIELDS
+    hf_defaults: ClassVar = DEFAULTS | {"num_key_value_heads": 4}
+    hf_experts: ClassVar = QWEN35_MOE
     published: ClassVar = {
         "Qwen3.5-0.8B": {
             "vocab_size": 248_320,
@@ -103,6 +163,8 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
     }
     presets: ClassVar = {"qwen3_5": {}}
 
+    mlp_features: int = 512
+    """Width of the gated MLPs. Beside experts, the MLP is the shared expert of all tokens."""
     rotary_fraction: float = 0.25
     """The fraction of each head that rotary positions rotate."""
 
@@ -112,13 +174,14 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config.json of the text model, or the `text_config` of a multimodal model."""
-        if config.get("model_type") == "qwen3_5":
+        model_type = config.get("model_type")
+        if model_type in ("qwen3_5", "qwen3_5_moe"):
             text = config.get("text_config")
             if not isinstance(text, Mapping):
                 raise ValueError(f"config: text_config: expected an object, got {text!r}")
             own = ("tie_word_embeddings", "quantization_config")
             shared = {name: config[name] for name in own if config.get(name) is not None}
-            config = {"model_type": cls.model_types[0], **text, **shared}
+            config = {"model_type": f"{model_type}_text", **text, **shared}
         return super().from_hf(config)
 
     @property
@@ -136,6 +199,10 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig):
             **options,
         )
 
+    def experts(self, **options: Any) -> Experts:
+        options = {"shared_features": self.mlp_features, **options}
+        return super().experts(shared_gate=True, **options)
+
 
 class Qwen35LanguageModel(HybridLanguageModel):
     """Token embedding → blocks with Gated DeltaNet or gated attention → RMSNorm → head.
@@ -146,16 +213,18 @@ class Qwen35LanguageModel(HybridLanguageModel):
         x ← x + mixer(norm(x)),   x ← x + mlp(norm(x))
 
     The mixer is a `GatedDeltaNet`, or in every fourth block an `Attention` with an output gate and
-    normed queries and keys, a part of which is rotated. All these norms multiply by 1 + scale, and
-    the MLP is a `GatedMLP` with silu. The head is the token embedding, or a matrix of its own.
+    normed queries and keys, a part of which is rotated. All these norms multiply by 1 + scale. The
+    MLP is a `GatedMLP` with silu, or with `num_experts` a mixture of `Experts` and this MLP, which
+    is the shared expert and has a gate. The head is the token embedding, or a matrix of its own.
 
     Args:
         config: the sizes. `Qwen35LanguageModelConfig.from_hf` reads them from a config.json.
         **options: as for every layer. Matrices and convolutions are drawn from a normal
             distribution, the rest as in `GatedDeltaNet`, which is as in transformers.
 
-    Layouts: `hf` (transformers' Qwen3_5ForCausalLM), `multimodal` (the text part of its
-    Qwen3_5ForConditionalGeneration), and `hf-file` and `multimodal-file` (the same without
+    Layouts: `hf` (transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM), `multimodal` (the
+    text part of its Qwen3_5ForConditionalGeneration and Qwen3_5MoeForConditionalGeneration), and
+    `hf-file` and `multimodal-file` (files in which experts have other keys, and which lack
     `lm_head.weight` if the head is tied).
 
     """

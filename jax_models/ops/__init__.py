@@ -45,6 +45,7 @@ from jax_models.ops.linear import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.linear.min_rnn import MinRNNState, min_gru, min_lstm
 from jax_models.ops.linear.modal_conv import ModalConvMethod, ModalConvState, modal_conv
 from jax_models.ops.linear.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
+from jax_models.ops.linear.selective_scan import SelectiveScanMethod, selective_scan
 from jax_models.ops.linear.wkv import WKVMethod, empty_wkv_state, wkv
 from jax_models.ops.linear.wkv.sums import WKVState
 from jax_models.ops.linear_map import linear_map as _linear_map
@@ -81,6 +82,7 @@ __all__ = [
     "RNNState",
     "RecurrentMethod",
     "Rows",
+    "SelectiveScanMethod",
     "Step",
     "WKVMethod",
     "WKVState",
@@ -118,6 +120,7 @@ __all__ = [
     "rg_lru",
     "rnn",
     "rotary",
+    "selective_scan",
     "softplus",
     "softplus_decay",
     "wkv",

@@ -1,20 +1,23 @@
-"""The language model of Qwen3.5."""
+"""The language model of Qwen3.5, without and with experts."""
 
 from functools import partial
 
 from jax_models import Qwen35LanguageModelConfig
 from parity_tests.registry.case import paired
+from parity_tests.registry.experts import without_gate
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
     epsilon_doubled,
     exchanged,
     replaced,
+    with_value,
     without_1,
 )
 
 qwen = partial(paired, layout="hf", architecture="qwen3_5", twin_state=False, prefix=5)
 sizes = {"vocab_size": 12, "features": 8, "mlp_features": 7, "max_length": 40, "rope_theta": 10.0}
+EXPERTS = "Qwen35LanguageModel, experts"
 CASES = [
     qwen(
         "Qwen35LanguageModel",
@@ -47,6 +50,22 @@ CASES = [
             tied_head=False,
         ).build,
     ),
+    qwen(
+        EXPERTS,
+        Qwen35LanguageModelConfig(
+            **sizes,
+            num_layers=2,
+            block_types=("full_attention", "linear_attention"),
+            head_features=4,
+            num_key_heads=2,
+            num_value_heads=2,
+            key_features=2,
+            value_features=2,
+            num_experts=6,
+            experts_per_token=3,
+            expert_features=5,
+        ).build,
+    ),
 ]
 forward = partial(Mutation, case="Qwen35LanguageModel", kind="forward")
 MUTATIONS = [
@@ -60,6 +79,17 @@ MUTATIONS = [
     forward(
         "norm's weight without 1",
         plant=replaced("jax_models.layers.norm.ZeroCenteredRMSNorm.scaled", without_1),
+    ),
+    forward(
+        "experts' weights not normalized",
+        case=EXPERTS,
+        plant=with_value("blocks.1.mlp", "normalize", False),
+        culprit="model.layers.1.mlp",
+    ),
+    forward(
+        "shared gate forgotten",
+        case=EXPERTS,
+        plant=replaced("jax_models.layers.experts.Experts.shared_output", without_gate),
     ),
     forward(
         "epsilon doubled",

@@ -1,7 +1,8 @@
 """Compares layers with those of transformers.
 
-Gated DeltaNet is that of Qwen3-Next, Mamba-2 is also that of Falcon-H1, and attention is that of
-StarCoder2 and Qwen3. The projections of Qwen3-Next are in another order.
+Gated DeltaNet is that of Qwen3-Next, Mamba is also that of FalconMamba and Jamba, Mamba-2 is also
+that of Falcon-H1, and attention is that of StarCoder2 and Qwen3. The projections of Qwen3-Next are
+in another order.
 `tests/models/test_peers_hybrids.py` compares the layers of the hybrids, inside their models.
 """
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import Attention, GatedDeltaNet, Mamba2, from_torch, to_torch
+from jax_models import Attention, GatedDeltaNet, Mamba, Mamba2, from_torch, to_torch
 from parity_tests import assert_parity
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -40,6 +41,27 @@ MAMBAS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"use_bias": True, "kernel_size": 3, "dt_limits": (0.4, 0.9)},
     ),
     ({"use_conv_bias": False, "n_groups": 1}, {"conv_bias": False, "num_groups": 1}),
+]
+MAMBA = {"state_size": 5, "time_step_rank": 3, "conv_kernel": 3}
+SELECTIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("MambaMixer", {"model_type": "mamba", **MAMBA}, {}),
+    (
+        "FalconMambaMixer",
+        {"model_type": "falcon_mamba", **MAMBA, "mixer_rms_eps": 1e-3, "use_conv_bias": False},
+        {"norm": "plain", "epsilon": 1e-3, "conv_bias": False},
+    ),
+    (
+        "JambaMambaMixer",
+        {
+            "model_type": "jamba",
+            "mamba_d_state": 5,
+            "mamba_dt_rank": 3,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        {"norm": "scaled", "epsilon": 1e-3, "use_bias": True},
+    ),
 ]
 ATTENTION = {
     "hidden_size": 24,
@@ -99,6 +121,19 @@ def test_mamba2_is_that_of_transformers(config, options):
     sizes = {"hidden_size": 12, "num_heads": 6, "head_dim": 4, "state_size": 5, "n_groups": 3}
     config = transformers.Mamba2Config(**sizes | config, num_hidden_layers=1, chunk_size=32)
     assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), Mamba2, "mamba2", **HEADS | options)
+
+
+@pytest.mark.parametrize(("mixer", "config", "options"), SELECTIVE)
+def test_mamba_is_that_of_transformers(mixer, config, options):
+    """FalconMamba has norms without weights, and Jamba has norms with weights."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip(f"transformers.models.{config['model_type']}")
+    config = transformers.AutoConfig.for_model(hidden_size=12, **config)
+    mixer = getattr(import_module(f"{module.__name__}.modeling_{config.model_type}"), mixer)
+    # FalconMamba's mixer cannot initialize its weights alone.
+    alone = {} if config.model_type == "jamba" else {"initialize_mixer_weights": False}
+    sizes = {"state_features": 5, "dt_rank": 3, "kernel_size": 3}
+    assert_is_mixer(mixer(config, layer_idx=0, **alone), Mamba, "mamba", **sizes, **options)
 
 
 @pytest.mark.parametrize("has_norm", [True, False])

@@ -81,6 +81,15 @@ def test_norms_are_torchs(twin, norm, x64):
     assert_same(ours(x), twin(torch.from_numpy(x)).detach().numpy(), "outputs")
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_norm_without_a_scale_is_one_whose_scale_is_1(num_groups):
+    options = {"num_groups": num_groups, "epsilon": 0.03, "rngs": nnx.Rngs(0)}
+    x = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32)
+    np.testing.assert_array_equal(
+        RMSNorm(12, use_scale=False, **options)(x), RMSNorm(12, **options)(x)
+    )
+
+
 @pytest.mark.parametrize("shape", [(5, 12), (12,)])
 def test_a_mask_selects_what_counts_in_the_mean_of_each_group(shape, x64):
     """The norm of a group divides all of its elements by the root mean square of the selected."""

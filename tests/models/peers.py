@@ -15,12 +15,13 @@ from parity_tests.engine.problem import in_every_dtype
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Draws all parameters, with values that are exact in bfloat16.
+    """Draws all parameters and the biases of experts, with values that are exact in bfloat16.
 
     Matrices keep the scale of their inputs, and the scales of norms are around one.
     """
     rng = np.random.default_rng(0)
-    for parameter in model.parameters():
+    biases = (each for name, each in model.named_buffers() if name.endswith(".expert_bias"))
+    for parameter in (*model.parameters(), *biases):
         fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
         draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
         if (parameter == 1).all():

@@ -17,6 +17,7 @@ import train.command.train as train_command
 from jax_models import (
     BambaLanguageModelConfig,
     Experts,
+    FalconH1LanguageModelConfig,
     GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
@@ -45,13 +46,16 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
+QWEN_MOE = SIZES | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 7}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
+LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
 GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
+FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -61,7 +65,18 @@ def read(fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fields", [QWEN, OLMO, LFM2 | {"num_key_value_heads": 2}, BAMBA, GRANITE, GRANITE_EXPERTS]
+    "fields",
+    [
+        QWEN,
+        QWEN_MOE,
+        OLMO,
+        LFM2 | {"num_key_value_heads": 2},
+        LFM2_MOE | {"num_key_value_heads": 2},
+        BAMBA,
+        GRANITE,
+        GRANITE_EXPERTS,
+        FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
+    ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
@@ -84,6 +99,7 @@ ROPE = "rope_parameters"
         (QWEN | {"partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
         (QWEN | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (QWEN | {"tie_word_embeddings": True}, "tied_head", True),
+        (QWEN_MOE | {"num_experts_per_tok": 3}, "experts_per_token", 3),
         (OLMO | {ROPE: None}, "rope_theta", 1e4),
         (OLMO | {ROPE: {}}, "rope_theta", 1e4),
         (OLMO | {ROPE: {"rope_theta": None}}, "rope_theta", None),
@@ -102,6 +118,7 @@ ROPE = "rope_parameters"
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
         (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
+        (BAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (BAMBA | {"partial_rotary_factor": 1.0}, "rotary_fraction", 0.5),
         (BAMBA | {ROPE: {"partial_rotary_factor": 1.0}}, "rotary_fraction", 1.0),
         (BAMBA | {"mamba_d_head": "auto"}, "mamba_head_features", 4),
@@ -120,6 +137,19 @@ ROPE = "rope_parameters"
         (GRANITE | {"residual_multiplier": 0.22}, "residual_multiplier", 0.22),
         (GRANITE | {"logits_scaling": 6}, "logits_scaling", 6.0),
         (GRANITE | {"num_local_experts": None}, "num_experts", 0),
+        (FALCON_H1, "mixings", ["hybrid"] * 6),
+        (FALCON_H1, "mamba_head_features", 3),
+        (FALCON_H1 | {"mamba_d_ssm": None}, "mamba_head_features", 4),
+        (
+            {name: value for name, value in FALCON_H1.items() if name != "mamba_d_ssm"},
+            "mamba_head_features",
+            128,
+        ),
+        (FALCON_H1 | {"mamba_d_state": None}, "state_features", 256),
+        (FALCON_H1 | {"ssm_multipliers": None}, "mamba_multipliers", (1.0,) * 5),
+        (FALCON_H1 | {"mlp_multipliers": [0.5, 2]}, "mlp_multipliers", (0.5, 2.0)),
+        (FALCON_H1 | {"lm_head_multiplier": 0.5}, "head_multiplier", 0.5),
+        (FALCON_H1 | {"projectors_bias": True}, "mamba_out_bias", True),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -139,6 +169,13 @@ ROPE = "rope_parameters"
             "mlp_features",
             5768,
         ),
+        (LFM2_MOE, "num_dense_layers", 2),
+        (LFM2_MOE, "mlp_features", 20),
+        (LFM2_MOE | {"num_dense_layers": 0}, "num_dense_layers", 0),
+        (LFM2_MOE | {"use_expert_bias": False}, "use_expert_bias", False),
+        (LFM2_MOE | {"norm_topk_prob": False}, "normalize_experts", False),
+        (LFM2_MOE | {"routed_scaling_factor": 2}, "experts_scale", 2.0),
+        (LFM2_MOE | {"tie_embedding": False}, "tied_head", False),
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
@@ -159,6 +196,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (QWEN | {"num_experts": 8}, "num_experts: expected none, .* mixtures of experts .*got 8"),
+        (LFM2 | {"num_experts": 8}, "num_experts: expected none, .*in LFM2, got 8"),
+        (
+            LFM2_MOE | {"num_experts": 3, "num_key_value_heads": 2},
+            "experts_per_token: expected at .* 3, got 4",
+        ),
         (GRANITE | {"num_experts": 8}, "num_experts: expected none, .*Granite 4, got 8"),
         (BAMBA | {"num_local_experts": 8}, "num_local_experts: expected none, .*Bamba, got 8"),
         (
@@ -166,6 +208,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             "experts_per_token: expected at .* 6, got 7",
         ),
         (LFM2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .*got fp8"),
+        (
+            QWEN_MOE | {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size: expected an integer, got None",
+        ),
+        (QWEN | {"model_type": "qwen3_5_moe"}, "text_config: expected an object, got None"),
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
@@ -175,6 +222,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (GRIFFIN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
         (GRIFFIN | {"block_types": ["mamba"]}, "block_types: expected some of .*mamba"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
+        (FALCON_H1 | {"mamba_d_head": 4}, r"mamba_d_head: expected .* = 24 / 8, got 4"),
+        (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -189,8 +238,8 @@ def test_a_config_json_that_is_not_supported_is_refused(fields, message):
 
 
 def test_the_config_json_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"^config: model_type: expected lfm2, got bamba$"):
-        LFM2LanguageModelConfig.from_hf(BAMBA)
+    with pytest.raises(ValueError, match=r"^config: model_type: expected olmo_hybrid, got bamba$"):
+        OLMoHybridLanguageModelConfig.from_hf(BAMBA)
 
 
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
@@ -212,15 +261,35 @@ mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features"
 granite = GraniteLanguageModelConfig(
     **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
 )
+qwen = Qwen35LanguageModelConfig(
+    **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
+)
 MODELS = {
-    "qwen3_5_text": Qwen35LanguageModelConfig(
-        **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
+    "qwen3_5_text": qwen,
+    "qwen3_5_text with experts": replace(
+        qwen, num_experts=4, experts_per_token=3, expert_features=5
     ),
     "olmo_hybrid": OLMoHybridLanguageModelConfig(
         **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
     ),
     "lfm2": LFM2LanguageModelConfig(**small, block_types=("conv", FULL)),
+    "lfm2 with experts": LFM2LanguageModelConfig(
+        **small,
+        block_types=("conv", FULL),
+        num_experts=4,
+        experts_per_token=3,
+        expert_features=5,
+        num_dense_layers=1,
+        use_expert_bias=True,
+    ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
+    "falcon_h1": FalconH1LanguageModelConfig(
+        **small,
+        mamba_heads=4,
+        mamba_head_features=5,
+        mamba_norm=True,
+        mamba_multipliers=(0.1, 0.2, 0.3, 0.4, 0.5),
+    ),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
@@ -243,10 +312,14 @@ def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
             assert array.tobytes() == weights[key].tobytes(), key
 
 
-def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(tmp_path):
-    config = MODELS["qwen3_5_text"]
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_text with experts")],
+)
+def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type, name, tmp_path):
+    config = MODELS[name]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
-    fields = {"model_type": "qwen3_5", "text_config": config.to_hf(), "tie_word_embeddings": True}
+    fields = {"model_type": model_type, "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
     trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))

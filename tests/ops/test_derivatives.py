@@ -49,6 +49,13 @@ def wkv(k, v, w, u, num, den, largest, **options):
     return jnp.where(REAL, y, 0), last
 
 
+def selective_scan(u, dt, A, B, C, state, **options):
+    dt, A = jnp.exp(dt), -jnp.exp(A)
+    masks = {"lengths": LENGTHS, "reset": RESET}
+    y, last = ops.selective_scan(u, dt, A, B, C, state, **masks, **options)
+    return jnp.where(REAL, y, 0), last
+
+
 def delta_rule(r, log_w, k, v, a, b, state, **options):
     log_w = -jnp.exp(log_w)
     y, last = ops.delta_rule(r, log_w, k, v, a, b, state, lengths=LENGTHS, reset=RESET, **options)
@@ -120,6 +127,7 @@ SHAPES = {
     of_complex_numbers: ((*SEQUENCE, 2), (*SEQUENCE, 2), (*ROW, 2)),
     modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
     wkv: (SEQUENCE, SEQUENCE, VECTOR, VECTOR, ROW, ROW, ROW),
+    selective_scan: (SEQUENCE, SEQUENCE, (3, 4), *[(BATCH, TIME, 4)] * 2, (*ROW, 4)),
     ops.long_conv: ((BATCH, FEATURES, TIME), (FEATURES, TIME)),
     grouped_dot: ((50, 3), (3, 3, 4)),
     online_conv: ((BATCH, FEATURES, 1), (BATCH, FEATURES, 15), (FEATURES, MAX_LENGTH)),
@@ -130,6 +138,7 @@ IN_BOTH_MODES = [
     (of_complex_numbers, {"method": "auto"}),
     (modal_conv, {}),
     (wkv, {"method": "auto"}),
+    (selective_scan, {}),
     (gru, {}),  # has two biases that cannot be added
     (projected_lstm, {}),  # has a matrix product after the state
     (gated_delta_rule, {"method": "chunked"}),

@@ -231,6 +231,18 @@ def draw_modal_conv(kind: str, draw: Draw):
     return run, (v, modes, poles, residues, skip), masks
 
 
+def draw_selective_scan(kind: str, draw: Draw):
+    draw.sizes["T"] *= 5  # several chunks
+    masks = {name: mask for name, mask in draw.masks().items() if kind == "masked"}
+    shapes = "B T H", "B T H", "H I", "B T I", "B T I", "B H I"
+
+    def run(method, u, dt, A, B, C, state):
+        dt, A = jax.nn.softplus(dt), -jnp.exp(A)
+        return ops.selective_scan(u, dt, A, B, C, state, **masks, method=method)
+
+    return run, [draw.array(shape) for shape in shapes], masks
+
+
 def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
     masks = draw.masks() if kind == "local" else {}
@@ -287,6 +299,7 @@ CALLS = {
     "linear_recurrence": (draw_linear_recurrence, ("real", "complex")),
     "wkv": (draw_wkv, ("real",)),
     "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
+    "selective_scan": (draw_selective_scan, ("whole", "masked")),
     "attention": (draw_attention, ("whole", "local")),
     "long_conv": (draw_long_conv, ("real",)),
     "grouped_dot": (draw_grouped_dot, GROUPS),

@@ -84,6 +84,8 @@ OPS = {
     "modal_conv": MASKS
     | arrays(v="B T H", poles="H O 2", residues="H O 2", skip="H")
     | {"state": ops.ModalConvState(array(BATCH, HIDDEN, OUT, 2))},
+    "selective_scan": MASKS
+    | arrays(u="B T H", dt="B T H", A="H O", B="B T O", C="B T O", state="B H O"),
     "wkv": MASKS
     | arrays(k="B T H", v="B T H", w="H", u="H")
     | {"state": ops.WKVState(*array(3, BATCH, HIDDEN))},

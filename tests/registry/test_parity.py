@@ -10,7 +10,9 @@ from selection import COLLECTED
 import torch_ref
 from parity_tests.checked_layer import CheckedLayer
 from parity_tests.checks import CHECKS
-from parity_tests.engine.problem import available_platforms
+from parity_tests.engine.problem import Problem, available_platforms
+from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.engine.verdict.measure import measure
 from parity_tests.engine.verdict.measure_twin import measure_twin
 from parity_tests.engine.verdict.report import Report
 from parity_tests.registry import CASES, FIRST_CASES, TIME
@@ -19,6 +21,13 @@ from parity_tests.registry import CASES, FIRST_CASES, TIME
 @functools.lru_cache(maxsize=1)
 def checked(name: str) -> CheckedLayer:
     return CheckedLayer(CASES[name])
+
+
+@functools.lru_cache(maxsize=1)
+def with_twin(name: str) -> tuple[Problem, TorchReference]:
+    """A case's problem, and its twin after the run in float64, which serves all dtypes."""
+    problem = CASES[name].problem()
+    return problem, TorchReference(problem.twin).run(problem)
 
 
 def assert_within_bounds(report: Report) -> None:
@@ -59,15 +68,15 @@ checks on them."""
 @rows(CASES, {*FIRST_CASES.values()}.__contains__)
 def test_agrees_with_twin(name):
     """In the case's finest dtype."""
-    problem, dtypes = CASES[name].problem(), CASES[name].dtypes[:1]
-    assert_within_bounds(measure_twin(problem, dtypes, platform_here(name)))
+    dtypes, platform = CASES[name].dtypes[:1], platform_here(name)
+    assert_within_bounds(measure(*with_twin(name), dtypes, platform))
 
 
 @pytest.mark.slow
 @rows(name for name, case in CASES.items() if len(case.dtypes) > 1)
 def test_agrees_with_twin_in_the_other_dtypes(name):
-    problem, dtypes = CASES[name].problem(), CASES[name].dtypes[1:]
-    assert_within_bounds(measure_twin(problem, dtypes, platform_here(name)))
+    dtypes, platform = CASES[name].dtypes[1:], platform_here(name)
+    assert_within_bounds(measure(*with_twin(name), dtypes, platform))
 
 
 @pytest.mark.optimized

@@ -175,6 +175,8 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["Qwen35LanguageModel"], "num_key_heads", FOLDER),
         (MODELS["GraniteLanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["GraniteLanguageModel, experts"], "experts_per_token", FOLDER),
+        (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
+        (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):

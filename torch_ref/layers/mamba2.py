@@ -48,6 +48,7 @@ class Mamba2(nn.Module):
         num_groups: int = 1,
         kernel_size: int = 4,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         dt_limits: tuple[float, float] = (0.0, math.inf),
         use_norm: bool = True,
@@ -66,12 +67,12 @@ class Mamba2(nn.Module):
         self.A_log = nn.Parameter(torch.arange(1, num_heads + 1).log())
         self.D = nn.Parameter(torch.ones(num_heads))
         self.norm = GroupedRMSNorm(inner, num_groups, epsilon) if use_norm else nn.Identity()
-        self.out_proj = nn.Linear(inner, features, bias=use_bias)
+        self.out_proj = nn.Linear(inner, features, bias=use_bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         window, s = self.init_state(x.shape[0]) if state is None else state
         inner, channels = self.sizes[0], sum(self.sizes)
-        z, uBC, dt = self.in_proj(x).split([inner, channels, self.heads], dim=-1)
+        z, uBC, dt = self.project(x).split([inner, channels, self.heads], dim=-1)
         # The short convolution.
         window = torch.cat([window.to(x.dtype), uBC.mT], dim=-1)
         convolved = F.conv1d(window, self.conv1d.weight, self.conv1d.bias, groups=channels)
@@ -93,6 +94,10 @@ class Mamba2(nn.Module):
         o, gate = torch.stack(outputs, dim=1).flatten(-2), F.silu(z)
         y = self.norm(o) * gate if self.norm_before_gate else self.norm(o * gate)
         return self.out_proj(y), (window[..., x.shape[1] :], s)
+
+    def project(self, x: Tensor) -> Tensor:
+        """z, u, B, C and dt, side by side."""
+        return self.in_proj(x)
 
     def init_state(self, batch_size: int) -> State:
         channels, _, kernel_size = self.conv1d.weight.shape

@@ -4,12 +4,11 @@ __all__ = ["GraniteLanguageModel"]
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_ref.layers.attention import Attention
-from torch_ref.models.hybrid import HybridLanguageModel, State, mamba2_of
+from torch_ref.models.hybrid import HybridLanguageModel, StackedExperts, State, mamba2_of
 
 
 class GraniteMLP(nn.Module):
@@ -23,28 +22,6 @@ class GraniteMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.input_linear(x).chunk(2, dim=-1)
         return self.output_linear(F.silu(gate) * up)
-
-
-class StackedExperts(nn.Module):
-    """`gate, up = x W_in,e`, `y = Σ w_e (silu(gate) ⊙ up) W_out,e` over the chosen experts.
-
-    The matrices of all experts are stacked. `weights` and `chosen` are the weights and the numbers
-    of each token's experts.
-    """
-
-    def __init__(self, features: int, expert_features: int, num_experts: int):
-        super().__init__()
-        inner, outer = (2 * expert_features, features), (features, expert_features)
-        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, *inner) / features**0.5)
-        self.down_proj = nn.Parameter(torch.randn(num_experts, *outer) / expert_features**0.5)
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        for i, (inner, outer) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
-            weight = torch.where(chosen == i, weights, 0).sum(dim=-1, keepdim=True)
-            gate, up = F.linear(x, inner).chunk(2, dim=-1)
-            y = y + weight * F.linear(F.silu(gate) * up, outer)
-        return y
 
 
 class GraniteExperts(nn.Module):

@@ -1,10 +1,12 @@
-"""The frame of the hybrids of attention with other mixers, and the Mamba-2 of such a hybrid."""
+"""The frame of the hybrids of attention with other mixers, and parts that several of them have."""
 
 __all__: list[str] = []  # only the modules of the models import it
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torch_ref.layers.mamba2 import Mamba2
 
@@ -57,9 +59,31 @@ class HybridLanguageModel(nn.Module):
         return self.lm_head(x), states
 
 
-def mamba2_of(config: Any) -> Mamba2:
-    """Builds the Mamba-2 of a block."""
-    return Mamba2(
+class StackedExperts(nn.Module):
+    """`gate, up = x W_in,e`, `y = Σ w_e (silu(gate) ⊙ up) W_out,e` over the chosen experts.
+
+    The matrices of all experts are stacked. `weights` and `chosen` are the weights and the numbers
+    of each token's experts.
+    """
+
+    def __init__(self, features: int, expert_features: int, num_experts: int):
+        super().__init__()
+        inner, outer = (2 * expert_features, features), (features, expert_features)
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, *inner) / features**0.5)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, *outer) / expert_features**0.5)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for i, (inner, outer) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            weight = torch.where(chosen == i, weights, 0).sum(dim=-1, keepdim=True)
+            gate, up = F.linear(x, inner).chunk(2, dim=-1)
+            y = y + weight * F.linear(F.silu(gate) * up, outer)
+        return y
+
+
+def mamba2_of(config: Any, layer: type[Mamba2] = Mamba2, **options: Any) -> Mamba2:
+    """Builds the Mamba-2 of a block. `options` are arguments that only some models have."""
+    return layer(
         config.features,
         num_heads=config.mamba_heads,
         head_features=config.mamba_head_features,
@@ -70,4 +94,5 @@ def mamba2_of(config: Any) -> Mamba2:
         conv_bias=config.conv_bias,
         dt_limits=config.dt_limits,
         epsilon=config.epsilon,
+        **options,
     )

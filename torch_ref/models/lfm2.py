@@ -1,15 +1,16 @@
-"""Liquid AI's LFM2 in plain PyTorch, with the keys of transformers."""
+"""Liquid AI's LFM2 in plain PyTorch, also with experts, with the keys of transformers."""
 
 __all__ = ["LFM2LanguageModel"]
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_ref.layers.attention import empty_cache, local_attention
 from torch_ref.layers.short_convolution import ShortConvolution
-from torch_ref.models.hybrid import HybridLanguageModel, State
+from torch_ref.models.hybrid import HybridLanguageModel, StackedExperts, State
 
 
 class LFM2Attention(nn.Module):
@@ -59,10 +60,46 @@ class LFM2MLP(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class LFM2Router(nn.Module):
+    """Returns the weights and the numbers of the experts with the largest s + bias, s = σ(x W).
+
+    The weights are s, or s / (Σ s + 1e-6) over the chosen experts, times a factor.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.experts_per_token, self.scale = config.experts_per_token, config.experts_scale
+        self.normalize = config.normalize_experts
+        self.weight = nn.Parameter(torch.randn(config.num_experts, config.features))
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.linear(x, self.weight).sigmoid()
+        chosen = (scores + bias).topk(self.experts_per_token).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-6)
+        return self.scale * weights, chosen
+
+
+class LFM2Experts(nn.Module):
+    """Experts and their router, whose bias, if there is one, is not trained."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.gate = LFM2Router(config)
+        self.experts = StackedExperts(config.features, config.expert_features, config.num_experts)
+        bias = torch.zeros(config.num_experts)
+        self.register_buffer("expert_bias", bias if config.use_expert_bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = x.new_zeros(()) if self.expert_bias is None else self.expert_bias
+        return self.experts(x, *self.gate(x, bias))
+
+
 class LFM2Block(nn.Module):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer."""
 
-    def __init__(self, config: Any, kind: str):
+    def __init__(self, config: Any, kind: str, number: int):
         super().__init__()
         self.operator_norm = nn.RMSNorm(config.features, eps=config.epsilon)
         self.is_conv = kind == "conv"
@@ -73,7 +110,10 @@ class LFM2Block(nn.Module):
         else:
             self.self_attn = LFM2Attention(config)
         self.ffn_norm = nn.RMSNorm(config.features, eps=config.epsilon)
-        self.feed_forward = LFM2MLP(config.features, config.mlp_features)
+        if config.num_experts and number >= config.num_dense_layers:
+            self.feed_forward = LFM2Experts(config)
+        else:
+            self.feed_forward = LFM2MLP(config.features, config.mlp_features)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         mixer = self.conv if self.is_conv else self.self_attn
@@ -88,6 +128,8 @@ class LFM2LanguageModel(HybridLanguageModel):
     @classmethod
     def from_config(cls, config: Any) -> "LFM2LanguageModel":
         """Builds the twin of the model of a JAX config."""
-        blocks: list[nn.Module] = [LFM2Block(config, kind) for kind in config.mixings]
+        blocks: list[nn.Module] = [
+            LFM2Block(config, kind, number) for number, kind in enumerate(config.mixings)
+        ]
         norm = nn.RMSNorm(config.features, eps=config.epsilon)
         return cls(config, blocks, norm, "embedding_norm")
