@@ -63,6 +63,7 @@ from jax_models.models.mamba import *
 from jax_models.models.mamba2 import *
 from jax_models.models.olmo_hybrid import *
 from jax_models.models.qwen3_5 import *
+from jax_models.models.qwen3_next import *
 from jax_models.models.rnn import *
 from jax_models.models.rwkv import *
 from jax_models.models.rwkv6 import *

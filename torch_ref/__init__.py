@@ -48,6 +48,7 @@ from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *
 from torch_ref.models.olmo_hybrid import *
 from torch_ref.models.qwen3_5 import *
+from torch_ref.models.qwen3_next import *
 from torch_ref.models.rnn import *
 from torch_ref.models.rwkv import *
 from torch_ref.models.rwkv6 import *

@@ -92,5 +92,12 @@ MUTATIONS = [
     Mutation(
         "epsilon doubled", NORMED, "forward", epsilon_doubled("B_norm"), culprit="b_layernorm"
     ),
+    Mutation(
+        "epsilon doubled",
+        "MambaLanguageModel",
+        "forward",
+        epsilon_doubled("norm"),
+        culprit="backbone.norm_f",
+    ),
     *mask_ignored("Mamba", OPERATOR),
 ]

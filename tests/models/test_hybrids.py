@@ -21,6 +21,7 @@ from jax_models import (
     GraniteLanguageModelConfig,
     LFM2LanguageModelConfig,
     OLMoHybridLanguageModelConfig,
+    Qwen3NextLanguageModelConfig,
     Qwen35LanguageModelConfig,
     RMSNorm,
     ShortConvolution,
@@ -47,6 +48,7 @@ SIZES: dict[str, Any] = {
 }
 QWEN = SIZES | {"model_type": "qwen3_5_text"}
 QWEN_MOE = SIZES | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 7}
+QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
@@ -69,6 +71,7 @@ def read(fields: dict[str, Any]) -> Any:
     [
         QWEN,
         QWEN_MOE,
+        QWEN_NEXT | {"mlp_only_layers": [1]},
         OLMO,
         LFM2 | {"num_key_value_heads": 2},
         LFM2_MOE | {"num_key_value_heads": 2},
@@ -100,6 +103,10 @@ ROPE = "rope_parameters"
         (QWEN | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (QWEN | {"tie_word_embeddings": True}, "tied_head", True),
         (QWEN_MOE | {"num_experts_per_tok": 3}, "experts_per_token", 3),
+        (QWEN_NEXT | {"norm_topk_prob": False}, "normalize_experts", False),
+        (QWEN_NEXT | {"decoder_sparse_step": 2}, "dense_layers", (0, 2, 4)),
+        (QWEN_NEXT | {"mlp_only_layers": [3, 1, 9]}, "dense_layers", (1, 3)),
+        (QWEN_NEXT | {"mlp_only_layers": None}, "dense_layers", ()),
         (OLMO | {ROPE: None}, "rope_theta", 1e4),
         (OLMO | {ROPE: {}}, "rope_theta", 1e4),
         (OLMO | {ROPE: {"rope_theta": None}}, "rope_theta", None),
@@ -212,6 +219,7 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             QWEN_MOE | {"shared_expert_intermediate_size": None},
             "shared_expert_intermediate_size: expected an integer, got None",
         ),
+        (QWEN_NEXT | {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive"),
         (QWEN | {"model_type": "qwen3_5_moe"}, "text_config: expected an object, got None"),
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
@@ -264,11 +272,24 @@ granite = GraniteLanguageModelConfig(
 qwen = Qwen35LanguageModelConfig(
     **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
 )
+qwen3_next = Qwen3NextLanguageModelConfig(
+    **small,
+    head_features=4,
+    num_experts=4,
+    expert_features=5,
+    shared_features=3,
+    block_types=(LINEAR, FULL),
+    num_key_heads=2,
+    key_features=3,
+    value_features=5,
+)
 MODELS = {
     "qwen3_5_text": qwen,
     "qwen3_5_text with experts": replace(
         qwen, num_experts=4, experts_per_token=3, expert_features=5
     ),
+    "qwen3_next": qwen3_next,
+    "qwen3_next with an MLP": replace(qwen3_next, dense_layers=(1,)),
     "olmo_hybrid": OLMoHybridLanguageModelConfig(
         **small, block_types=(LINEAR, FULL), key_features=3, value_features=5, num_key_heads=2
     ),

@@ -99,7 +99,7 @@ FALCON_MULTIPLIERS = {
 }
 MAMBA2_SIZES = {**SIZES, "num_heads": 8, "head_dim": 4, "state_size": 5, "chunk_size": 16}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
-OLMO = "OlmoHybridForCausalLM"
+QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1 = "FalconH1ForCausalLM"
@@ -128,6 +128,32 @@ MODELS: dict[str, tuple[str, Any]] = {
             "head_dim": 12,
             "full_attention_interval": 2,
             "shared_expert_intermediate_size": 9,
+        },
+    ),
+    "Qwen3-Next": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 12,
+            "shared_expert_intermediate_size": 9,
+            "full_attention_interval": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Qwen3-Next, other options": (
+        QWEN_NEXT,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "layer_types": [FULL, LINEAR],
+            "tie_word_embeddings": True,
         },
     ),
     "OLMo Hybrid": (OLMO, {**SIZES, **OLMO_HEADS}),
@@ -268,7 +294,9 @@ MODELS: dict[str, tuple[str, Any]] = {
 }
 DEFAULTS = [name for name in MODELS if "other" not in name]
 STATE_SPACES = [name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1)]
-WITH_EXPERTS = [name for name, (kind, _) in MODELS.items() if "Moe" in kind and kind != GRANITE]
+WITH_EXPERTS = [
+    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT)
+]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
