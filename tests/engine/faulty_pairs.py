@@ -1,4 +1,4 @@
-"""A model in each framework with deliberate faults, and models of parts without weights."""
+"""A model in each framework with deliberate faults, models of parts, and functions."""
 
 import os
 import re
@@ -432,6 +432,18 @@ def located(torch_side, jax_side, *inputs):
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 INDICES = np.arange(3)
+
+
+class Doubled(nnx.Linear):
+    """Returns twice what it should."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def affine(w, x, name=""):
+    """A linear layer, whose weights have a prefix."""
+    return x @ w[f"{name}weight"].T + w[f"{name}bias"]
 
 
 def logistic(x, steps=12):

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from faulty_pairs import affine
 from flax import nnx
 from jax import lax
 
@@ -72,12 +73,7 @@ PLACES = {
     "jit": jax.jit(lambda x: three(x.astype(jnp.float32))),
     "remat": jax.checkpoint(lambda x: three(x.astype(jnp.float32))),
     "scatter": scattered,
-    "vmap": jax.vmap(lambda x: three(x.astype(jnp.float32))),
 }
-
-
-def affine(w, x):
-    return x @ w["weight"].T + w["bias"]
 
 
 def compared(port, call_twin=None, **options):

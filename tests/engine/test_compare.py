@@ -10,8 +10,8 @@ import torch
 from flax import linen, nnx
 
 from jax_models import LSTM
-from jax_models.weights import Weight, batch_norm, conv, linear, same, transposed
-from parity_tests import Report, assert_parity, compare, record
+from jax_models.weights import Weight, batch_norm, conv, linear, transposed
+from parity_tests import assert_parity, compare, record
 from parity_tests.engine.bounds.tolerance import rms
 
 
@@ -87,7 +87,7 @@ def test_each_tensor_has_its_error():
 def test_arrays_of_both_sides_are_kept_on_request(reference, tmp_path):
     module, inputs = twin(TorchCNN), [images()]
     if reference == "a record":
-        record(module, *inputs, path=tmp_path / "cnn.safetensors")
+        record(module, *inputs, path=tmp_path / "cnn.safetensors", activations=False)
         module, inputs = tmp_path / "cnn.safetensors", []
     compared = partial(compare, module, CNN(nnx.Rngs(0)), *inputs, weights=CNN_WEIGHTS)
     report, plain = compared(arrays=True), compared()
@@ -144,9 +144,11 @@ def test_the_message_has_what_fails_and_where_it_begins():
     assert str(found.value) == f"the two sides differ\n{shape}"
 
 
-def gru_cell_report(bias: Weight) -> Report:
+def test_grucell_of_flax_cannot_hold_the_recurrent_bias():
+    """Torch multiplies the last third of this bias by the reset gate."""
     rng = np.random.default_rng(0)
-    return compare(
+    biases = ("bias_ih", "bias_hh")
+    report = compare(
         twin(torch.nn.GRUCell, 3, 4),
         nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)),
         rng.standard_normal((2, 3)),
@@ -154,22 +156,12 @@ def gru_cell_report(bias: Weight) -> Report:
         weights=[
             transposed("dense_i.kernel", "weight_ih"),
             transposed("dense_h.kernel", "weight_hh"),
-            bias,
+            Weight(("dense_i.bias",), biases, lambda a, b: (a + b,), lambda a: (a, 0 * a)),
         ],
         call=lambda cell, x, h: cell(h, x)[0],
     )
-
-
-def test_grucell_of_flax_cannot_hold_the_recurrent_bias():
-    """Torch multiplies the last third of this bias by the reset gate."""
-    keys = ("bias_ih", "bias_hh")
-    report = gru_cell_report(
-        Weight(("dense_i.bias",), keys, lambda a, b: (a + b,), lambda a: (a, 0 * a))
-    )
     assert "weights: bias_hh comes back changed: the JAX module cannot hold it" in report.faults
     assert ("float64", "outputs") in [failure[:2] for failure in report.failures]
-    with pytest.raises(ValueError, match="unexpected key bias_hh"):
-        gru_cell_report(same("dense_i.bias", "bias_ih"))
 
 
 def linear_function(weights, x):
@@ -230,31 +222,6 @@ def test_what_no_error_can_say(fault):
     )
     assert fault in report.faults
     assert not report.passed
-
-
-def test_nan_of_jax_alone_fails():
-    report = compare(
-        torch.nn.Identity(),
-        lambda _, x: jnp.log(x - 2 * x),
-        np.ones((2, 3)),
-        weights=lambda weights: dict(weights),
-        call_twin=lambda twin, x: torch.log(twin(x)),
-    )
-    assert not report.passed
-    assert "FAIL, worst in y" in str(report)
-
-
-def test_an_unstable_reference_is_said_to_be(x64):
-    """In float32, sin(10⁸ x) has no correct digits."""
-    report = compare(
-        torch.nn.Identity(),
-        lambda _, x: jnp.sin(1e8 * x),
-        np.random.default_rng(0).standard_normal((2, 30)),
-        weights=lambda weights: dict(weights),
-        call_twin=lambda twin, x: torch.sin(1e8 * twin(x)),
-    )
-    assert report.errors["float32"]["outputs"].unstable
-    assert "unstable reference" in str(report)
 
 
 def linear_model() -> nnx.Module:
@@ -332,34 +299,3 @@ def test_a_layer_of_the_package_needs_no_table():
     assert report.passed, f"\n{report}"
     groups = {"outputs", "final state", "input gradient", "weight gradients"}
     assert report.errors["float32"].keys() == groups
-
-
-class Squash(nnx.Module):
-    """Computes something other than the module of this name in torch."""
-
-    def __call__(self, x):
-        return jnp.tanh(x) * (1 + 1e-9)
-
-
-class MLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first, self.squash = nnx.Linear(3, 4, rngs=rngs), Squash()
-        self.second = nnx.Linear(4, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(self.squash(self.first(x)))
-
-
-@pytest.mark.parametrize("names", [None, {"1": "squash"}])
-def test_a_submodule_without_weights_is_found(names):
-    """It is found by name, or because it is the only one between the two others."""
-    sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    report = compare(
-        sequential,
-        MLP(nnx.Rngs(0)),
-        np.random.default_rng(0).standard_normal((5, 3)),
-        weights=[*linear("first", "0"), *linear("second", "2")],
-        locate=True,
-        names=names,
-    )
-    assert report.location.culprit == "1", f"\n{report}"

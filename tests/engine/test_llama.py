@@ -66,21 +66,19 @@ def logits(w, tokens, base):
     return rms_norm(w["model.norm.weight"], x) @ w["lm_head.weight"].T
 
 
-def compared(base, call_twin):
-    """The report on a Llama whose base is 10,000 and a port with this one."""
-    tokens = np.random.default_rng(0).integers(0, 256, (1, TIME))
-    port = partial(logits, base=base)
-    options = {"weights": dict, "dtypes": ["float64"], "locate": True}
-    return compare(llama(), port, tokens, call_twin=call_twin, **options)
-
-
 @pytest.mark.slow
-def test_the_port_agrees(standard_promotion):
-    report = compared(10_000.0, lambda twin, tokens: twin(tokens).logits)
+def test_the_port_agrees_and_a_wrong_base_is_found_without_gradients(standard_promotion):
+    twin, tokens = llama(), np.random.default_rng(0).integers(0, 256, (1, TIME))
+    compared = partial(compare, twin, weights=dict, dtypes=["float64"], locate=True)
+    report = compared(
+        partial(logits, base=10_000.0),
+        tokens,
+        call_twin=lambda twin, tokens: twin(tokens).logits,
+    )
     assert report.passed, f"\n{report}"
-
-
-@pytest.mark.slow
-def test_a_wrong_base_is_found_without_gradients(standard_promotion):
-    report = compared(50_000.0, lambda twin, tokens: twin(tokens).logits.detach())
+    report = compared(
+        partial(logits, base=50_000.0),
+        tokens,
+        call_twin=lambda twin, tokens: twin(tokens).logits.detach(),
+    )
     assert report.location.culprit == "model.rotary_emb", f"\n{report}"

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from faulty_pairs import Doubled
 from flax import nnx
 
 from jax_models.weights import conv, linear, same
@@ -178,11 +179,6 @@ class Named(nnx.Module):
 class Fused(nnx.Linear):
     def __call__(self, x):
         return nnx.relu(super().__call__(x))
-
-
-class Doubled(nnx.Linear):
-    def __call__(self, x):
-        return 2 * super().__call__(x)
 
 
 class Block(nnx.Module):

@@ -1,6 +1,7 @@
 """The report names the submodule that has a deliberate fault, in each framework."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -19,14 +20,8 @@ def report_of(framework, fault) -> Report:
 
 EVERY = "NNX, as it is"
 """Every fault is planted in this framework, and two of them in each of the others."""
-CASES = [
-    *((EVERY, fault) for fault in FAULTS),
-    *(
-        pytest.param(framework, fault, marks=pytest.mark.slow)
-        for framework in [name for name in FRAMEWORKS if name != EVERY]
-        for fault in ("another epsilon", "stopped gradient")
-    ),
-]
+OTHERS = [name for name in FRAMEWORKS if name != EVERY]
+CASES = [*product([EVERY], FAULTS), *product(OTHERS, ["another epsilon", "stopped gradient"])]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from faulty_pairs import INDICES, X, located
+from faulty_pairs import INDICES, Doubled, Parts, TorchParts, X, located
 from flax import nnx
 
 from jax_models.weights.rows import Weight
@@ -79,6 +79,12 @@ PARTS = {
         (X,),
         "a, by its dtype",
     ),
+    "another structure, which is named before a dtype": (
+        {"call": lambda m, x: m.a(x), "a": lambda x: x.round()},
+        {"call": lambda m, x: (m.a(x), x), "a": lambda x: x.round().astype(jnp.float32)},
+        (X,),
+        "the module itself, by the structure of its results",
+    ),
 }
 
 
@@ -88,6 +94,21 @@ def test_modules_without_weights(name):
     location = located(torch_side, jax_side, *inputs)
     assert location.verdict.startswith(verdict), f"\n{location}"
     assert ("shape (3, 2), not (3, 3)" in str(location)) == (name == "a shape")
+
+
+@pytest.mark.parametrize(("first", "names"), [("a", None), ("sine", {"b": "squash"})])
+def test_a_module_of_another_name_is_found(first, names):
+    """It is the only one between two others, or `names` says which one it is."""
+    twin = TorchParts(lambda m, x: m.c(m.b(m.a(x))), a=torch.sin, b=torch.tanh, c=torch.cos)
+    model = Parts(
+        lambda m, x: m.c(m.squash(getattr(m, first)(x))),
+        **{first: jnp.sin},
+        squash=lambda x: jnp.tanh(x) * (1 + 1e-9),
+        c=jnp.cos,
+    )
+    location = compare(twin, model, X, locate=True, names=names).location
+    assert location.culprit == "b", f"\n{location}"
+    assert (location.visits[-1].torch_name, location.visits[-1].jax_name) == ("b", "squash")
 
 
 class ComplexPart(torch.nn.Module):
@@ -161,11 +182,6 @@ class Split(nnx.Module):
         if self.fault == "gradient":
             v = 2 * v - jax.lax.stop_gradient(v)
         return self.out(nnx.sigmoid(q) * jnp.tanh(k) + v)
-
-
-class Doubled(nnx.Linear):
-    def __call__(self, x):
-        return 2 * super().__call__(x)
 
 
 def of_heads(joint):

@@ -24,15 +24,6 @@ def test_a_dtype_inside_is_no_fault_if_the_results_have_theirs():
     assert location is None
 
 
-def test_another_structure_is_named_before_a_dtype():
-    location = located(
-        {"call": lambda m, x: m.a(x), "a": lambda x: x.round()},
-        {"call": lambda m, x: (m.a(x), x), "a": lambda x: x.round().astype(jnp.float32)},
-        X,
-    )
-    assert location.verdict == "the module itself, by the structure of its results"
-
-
 def test_a_module_that_raises_is_named():
     model = Parts(lambda m, x: m.a(x), a=lambda x: x @ x)
     with pytest.raises(TypeError) as found:

@@ -1,6 +1,5 @@
 """Random rounding in torch changes results that are rounded, and no others."""
 
-import dataclasses
 import math
 from functools import partial
 
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from faulty_pairs import logistic, reordered_logistic
 
+from parity_tests import compare
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.bounds.torch_rounding import RandomRounding
-from parity_tests.engine.problem import Problem
-from parity_tests.engine.verdict.measure_twin import measure_twin
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -46,39 +45,16 @@ def test_writes_in_place_and_gradients_are_rounded():
     assert torch.equal(x.grad, x.grad.bfloat16().double())
 
 
-class Logistic(torch.nn.Module):
-    """The logistic map, which doubles an error at each step."""
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps, self.rate = steps, torch.nn.Parameter(torch.tensor(3.99))
-
-    def forward(self, x):
-        for _ in range(self.steps):
-            x = self.rate * x * (1 - x)
-        return x
-
-
-def logistic(steps: int, factor: float = 1.0) -> Problem:
-    """The same map in JAX, with reordered products and `factor` times torch's rate."""
-
-    def call(rate, x):
-        for _ in range(steps):
-            x = factor * rate * (x * (1 - x))
-        return x
-
-    return Problem(
-        twin=Logistic(steps).double(),
-        build=lambda state_dict, dtype: (np.asarray(state_dict["rate"], dtype), None),
-        call=call,
-        to_torch=None,
-        inputs=(np.random.default_rng(0).uniform(0.1, 0.9, (7,)),),
-    )
+def compared(port, function, **options):
+    """Compares a port of a function with it on numbers between 0 and 1."""
+    x = np.random.default_rng(0).uniform(0.1, 0.9, (7,))
+    call_twin = lambda twin, x: function(twin(x))  # noqa: E731
+    return compare(torch.nn.Identity(), port, x, call_twin=call_twin, **options)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 + 1e-9])
 def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined(factor):
-    report = measure_twin(logistic(steps=12, factor=factor), ["float64", "float32"])
+    report = compared(partial(reordered_logistic, factor=factor), logistic)
     assert report.passed == (factor == 1), str(report)
     assert report.errors["float32"]["outputs"].jax < 1e-3
     assert factor == 1 or report.errors["float64"]["outputs"].share > 100
@@ -86,14 +62,12 @@ def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined(factor):
 
 @pytest.mark.parametrize("factor", [0, 1])
 def test_nothing_is_shown_where_nothing_is_determined(factor):
-    right = logistic(steps=70)
-    report = measure_twin(
-        dataclasses.replace(right, call=lambda *args: factor * right.call(*args)),
-        ["float64", "float32"],
-    )
+    port = lambda x: factor * reordered_logistic(x, steps=100)  # noqa: E731
+    report = compared(port, partial(logistic, steps=100))
     errors = [groups["outputs"] for groups in report.errors.values()]
     assert [e.verdict for e in errors] == ["undetermined", "undetermined"]
     assert all(e.unstable for e in errors)
+    assert "unstable reference" in str(report)
     assert not report.passed
 
 
@@ -121,26 +95,14 @@ def bucketed(weight, x, scale=1.0):
 def test_what_is_decided_by_numbers_stays_decided(scale):
     """Rounding changes no index of a bucket, and no element of a mask."""
     torch.manual_seed(0)
-    report = measure_twin(
-        Problem(
-            twin=Buckets(),
-            build=lambda state_dict, dtype: (jnp.asarray(state_dict["weight"], dtype), None),
-            call=partial(bucketed, scale=scale),
-            to_torch=None,
-            inputs=(np.random.default_rng(0).standard_normal((72, 5)),),
-        ),
-        ["float64", "float32"],
-    )
+    x = np.random.default_rng(0).standard_normal((72, 5))
+    port = partial(bucketed, scale=scale)
+    report = compare(Buckets(), port, x, weights=lambda state_dict: state_dict["weight"])
     assert report.passed == (scale == 1), str(report)
 
 
 def test_a_reference_that_overflows_is_no_reference():
-    right = logistic(steps=2)
-    overflowing = dataclasses.replace(
-        right,
-        call_twin=lambda twin, x: twin(x) * 1e30 * 1e30,
-        call=lambda *args: right.call(*args) * 1e30 * 1e30,
-    )
-    report = measure_twin(overflowing, ["float32"])
+    large = lambda x: x * 1e30 * 1e30  # noqa: E731
+    report = compared(large, large, dtypes=["float32"])
     assert not report.passed
     assert report.faults[0].startswith("outputs, y: 7 of 7 numbers of the float32 torch side")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from faulty_pairs import affine
 from flax import nnx
 from torch import nn
 
@@ -25,10 +26,6 @@ pytestmark = [
 
 def rows(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape)
-
-
-def affine(w, x, name=""):
-    return x @ w[f"{name}weight"].T + w[f"{name}bias"]
 
 
 def compared(port, *inputs, twin=None, **options):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from faulty_pairs import affine
 from flax import nnx
 from test_references import Tied
 
@@ -128,10 +129,6 @@ def test_statistics_in_a_tree_of_weights(momentum, returned):
     report = train(Centered, affine, load, loss=loss, training=True)
     assert report.passed == (momentum == 0.9 or not returned), str(report)
     assert any("statistics.mean" in note for note in report.notes) == (not returned)
-
-
-def affine(weights, x):
-    return x @ weights["weight"].T + weights["bias"]
 
 
 def affine_loss(weights, batch):

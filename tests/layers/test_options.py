@@ -244,6 +244,11 @@ REFUSED = [
         for name in ("LSTM", "SelfAttentionBlock")
         for n in (-1, 2.0, True)
     ),
+    ("expected at most 2, got 3", partial(build, "Attention", head_features=3)),
+    (
+        "expected at most 2, got 3",
+        partial(build, "Attention", head_features=3, rotary_features=3),
+    ),
     ("batch_size: expected", lambda: MODEL.build(rngs=nnx.Rngs(0)).init_state(-1)),
     ("rngs: expected nnx.Rngs", lambda: MODEL.build(rngs=KEY)),
     ("dtype: expected one of float16", lambda: MODEL.build(rngs=nnx.Rngs(0), dtype="foo")),
@@ -251,6 +256,14 @@ REFUSED = [
     *(
         (f"^{next(iter(options))}: expected", partial(build, name, **options))
         for name, options in (
+            ("Attention", {"num_kv_heads": 3}),
+            ("Attention", {"zero_centered_norm": True}),
+            ("Attention", {"epsilon": 1e-5}),
+            ("Attention", {"epsilon": 0.0, "qk_norm": "all"}),
+            ("Attention", {"rope_theta": 1e4, "rotary_features": 0}),
+            ("Attention", {"max_length": 9, "window": 3}),
+            ("Attention", {"qk_norm": "both"}),
+            ("Attention", {"bias_init": nnx.initializers.ones}),
             ("AuthenticHyenaBlock", {"embed_features": 8}),
             ("AuthenticHyenaBlock", {"num_filter_layers": 1}),
             ("SelfAttentionBlock", {"num_heads": 3}),

@@ -16,6 +16,13 @@ def inputs(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape)
 
 
+def randomise(module: torch.nn.Module) -> None:
+    """Draws all parameters, because some start as zero or as the identity."""
+    rng = np.random.default_rng(0)
+    for parameter in module.parameters():
+        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape))).float()
+
+
 def test_the_lstm_of_labml():
     original = pytest.importorskip("labml_nn.lstm").LSTM(5, 6, 3)
     sizes = {"num_layers": 3, "rngs": nnx.Rngs(0)}
@@ -35,11 +42,9 @@ def test_the_lstm_of_labml():
 
 
 def test_the_layer_norm_lstm_of_labml():
-    """The cell of labml runs one step. The norms are random, because they start as the identity."""
+    """The cell of labml runs one step."""
     original = pytest.importorskip("labml_nn.lstm").LSTMCell(5, 7, layer_norm=True)
-    rng = np.random.default_rng(0)
-    for parameter in original.parameters():
-        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape))).float()
+    randomise(original)
 
     def call_twin(cell, x, state):
         outputs = []
@@ -60,12 +65,10 @@ def test_the_layer_norm_lstm_of_labml():
 
 
 def test_the_hyper_lstm_of_labml():
-    """The weights are random, because labml initializes them to zero. States are compared, too."""
+    """States are compared, too."""
     package = pytest.importorskip("labml_nn.hypernetworks.hyper_lstm")
     original = package.HyperLSTM(5, 7, 4, 3, 2)
-    rng = np.random.default_rng(0)
-    for parameter in original.parameters():
-        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape))).float()
+    randomise(original)
 
     def call_twin(module, x, state):
         y, last = module(x, state)

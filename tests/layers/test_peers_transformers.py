@@ -6,8 +6,6 @@ in another order.
 `tests/models/test_peers_hybrids.py` compares the layers of the hybrids, inside their models.
 """
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -109,16 +107,10 @@ def test_gated_delta_net_is_that_of_qwen3_next():
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     config = transformers.Qwen3NextConfig(**OPTIONS)
-    peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0).double().eval()
-    rng = randomise(peer)
-    options = {"epsilon": 1e-3, "param_dtype": np.float64}
-    with jax.enable_x64(True):
-        layer = GatedDeltaNet(12, **SIZES, **options, rngs=nnx.Rngs(0))
-        layer = from_torch(layer, peer.state_dict())
-    weights = to_torch(layer, "qwen3_next")
+    peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    layer = assert_is_mixer(peer, GatedDeltaNet, "qwen3_next", **SIZES, epsilon=1e-3)
+    weights = to_torch(from_torch(layer, peer.state_dict()), "qwen3_next")
     jax.tree.map(np.testing.assert_array_equal, weights, dict(peer.state_dict()))
-    x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, layer, x, weights="qwen3_next", call=call, dtypes=["float64"])
 
 
 @pytest.mark.parametrize(("config", "options"), MAMBAS)
@@ -128,8 +120,7 @@ def test_mamba2_is_that_of_transformers(config, options):
     module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     sizes = {"hidden_size": 12, "num_heads": 6, "head_dim": 4, "state_size": 5, "n_groups": 3}
     config = transformers.Mamba2Config(**sizes | config, num_hidden_layers=1, chunk_size=32)
-    layer = partial(Mamba2, 12, **HEADS | options)
-    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), layer, "mamba2")
+    assert_is_mixer(module.Mamba2Mixer(config, layer_idx=0), Mamba2, "mamba2", **HEADS | options)
 
 
 @pytest.mark.parametrize(("mixer", "config", "options"), SELECTIVE)
@@ -138,11 +129,11 @@ def test_mamba_is_that_of_transformers(mixer, config, options):
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{config['model_type']}")
     config = transformers.AutoConfig.for_model(hidden_size=12, **config)
-    layer = partial(Mamba, 12, state_features=5, dt_rank=3, kernel_size=3, **options)
     mixer = getattr(import_module(f"{module.__name__}.modeling_{config.model_type}"), mixer)
     # FalconMamba's mixer cannot initialize its weights alone.
     alone = {} if config.model_type == "jamba" else {"initialize_mixer_weights": False}
-    assert_is_mixer(mixer(config, layer_idx=0, **alone), layer, "mamba")
+    sizes = {"state_features": 5, "dt_rank": 3, "kernel_size": 3}
+    assert_is_mixer(mixer(config, layer_idx=0, **alone), Mamba, "mamba", **sizes, **options)
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -157,18 +148,19 @@ def test_mamba2_is_that_of_falcon_h1(has_norm):
     )
     peer = module.FalconH1Mixer(config, layer_idx=0)
     peer.mup_vector = torch.ones(peer.in_proj.out_features)
-    options = HEADS | {"use_norm": has_norm, "norm_before_gate": True}
-    assert_is_mixer(peer, partial(Mamba2, 12, **options), "mamba2")
+    norm = {"use_norm": has_norm, "norm_before_gate": True}
+    assert_is_mixer(peer, Mamba2, "mamba2", **HEADS, **norm)
 
 
-def assert_is_mixer(peer: torch.nn.Module, layer: Callable[..., Any], layout: str) -> None:
-    """Asserts that a layer computes what a mixer of transformers does."""
+def assert_is_mixer(peer: torch.nn.Module, kind: Any, weights: str, **options: Any) -> Any:
+    """Asserts that a layer computes what a mixer of transformers does, and returns the layer."""
     peer = peer.double().eval()
     rng = randomise(peer)
     with jax.enable_x64(True):
-        built = layer(param_dtype=np.float64, rngs=nnx.Rngs(0))
+        layer = kind(12, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
     x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, built, x, weights=layout, call=call, dtypes=["float64"])
+    assert_parity(peer, layer, x, weights=weights, call=call, dtypes=["float64"])
+    return layer
 
 
 @pytest.mark.parametrize(("family", "config", "options"), ATTENTIONS)

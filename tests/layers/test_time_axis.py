@@ -48,8 +48,8 @@ LAYERS = {
 } | {"LocalAttention, wide": wide_attention}
 
 
-def run_of(layer: SequenceLayer, of_device, *, differentiated: bool):
-    """A function to the outputs, the last state and, if asked, the gradients of x and weights."""
+def run_of(layer: SequenceLayer, of_device):
+    """A function to the outputs, the last state and the gradients of x and weights."""
     graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
 
     def run(params, x, reset, start):
@@ -57,9 +57,6 @@ def run_of(layer: SequenceLayer, of_device, *, differentiated: bool):
             y, state = nnx.merge(graphdef, params, rest)(x, start, reset=reset)
             return jnp.sum(jnp.sin(y)), (y, state)
 
-        if not differentiated:
-            y, state = loss(params, x)[1]
-            return y, jax.tree.map(of_device, state)
         gradients, (y, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         return y, jax.tree.map(of_device, state), gradients[1], gradients[0]
 
@@ -69,8 +66,8 @@ def run_of(layer: SequenceLayer, of_device, *, differentiated: bool):
 def check_divided(name: str) -> None:
     """Compares a layer over several devices with one device.
 
-    It is called without a first state, with one, and with a first state and `reset`. Gradients are
-    compared in the first and the last of these calls.
+    It is called without a first state and `reset`, and with both if it takes them. The first row is
+    never reset, so that its first state reaches all devices.
     """
     # A cache of keys has room for the steps before and after the first state.
     layer = nnx.view(LAYERS[name](), max_length=2 * TIME, raise_if_not_found=False)
@@ -86,22 +83,17 @@ def check_divided(name: str) -> None:
 
     start = jax.tree.map(begun, layer.init_state(3))
     given = None if layer.start(3) is None else start
-    resets = jnp.asarray(rng.random((3, time)) < 0.15) if layer.resettable else None
-    arguments = [(None, None)]
-    arguments += [(None, given)] if given is not None else []
-    arguments += [(resets, given)] if resets is not None else []
+    resets = rng.random((3, time)) < [[0], [0.15], [0.15]] if layer.resettable else None
     mesh = jax.make_mesh((devices,), ("time",), axis_types=(AxisType.Auto,))
     of_time = P(None, "time")
     in_specs, out_specs = (P(), of_time, of_time, P()), (of_time, P("time"), of_time, P())
     params, view = nnx.state(layer, nnx.Param), nnx.view(layer, time_axis="time")
-    for index, (reset, state) in enumerate(arguments):
-        differentiated = index in (0, len(arguments) - 1)
-        whole = run_of(layer, lambda x: x, differentiated=differentiated)
-        divided = run_of(view, lambda x: x[None], differentiated=differentiated)
-        specs = out_specs if differentiated else out_specs[:2]
-        mapped = jax.shard_map(divided, mesh=mesh, in_specs=in_specs, out_specs=specs)
-        expected, last, *gradients = jax.jit(whole)(params, x, reset, state)
-        found, lasts, *found_gradients = jax.jit(mapped)(params, x, reset, state)
+    whole = jax.jit(run_of(layer, lambda x: x))
+    run = run_of(view, lambda x: x[None])
+    divided = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    for reset, state in ((None, None), (resets, given)):
+        expected, last, *gradients = whole(params, x, reset, state)
+        found, lasts, *found_gradients = divided(params, x, reset, state)
         assert_close((found, found_gradients), (expected, gradients))
         for device in range(devices):
             assert_close(jax.tree.map(lambda x, d=device: x[d], lasts), last)

@@ -10,6 +10,41 @@ from scipy.stats import ks_2samp
 
 from jax_models import to_torch
 from parity_tests import assert_parity
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Draws all parameters and the biases of experts, with values that are exact in bfloat16.
+
+    Matrices keep the scale of their inputs, and the scales of norms are around one.
+    """
+    rng = np.random.default_rng(0)
+    names = "expert_bias", "correction_bias"
+    biases = (each for name, each in model.named_buffers() if name.endswith(names))
+    for parameter in (*model.parameters(), *biases):
+        fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
+        draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
+        if (parameter == 1).all():
+            draw = draw + 1
+        parameter.data = torch.from_numpy(in_every_dtype(draw)).to(parameter.dtype)
+
+
+def call_transformers(model: torch.nn.Module, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The logits of a model of transformers."""
+    return model(tokens, use_cache=False, **options).logits
+
+
+def logits_of(model: torch.nn.Module, tokens: np.ndarray, **options: Any) -> np.ndarray:
+    """The same in float64, even where transformers would cast to float32."""
+    with InFloat64(), torch.no_grad():
+        return call_transformers(model, torch.as_tensor(tokens), **options).numpy()
+
+
+def assert_close(got: Any, expected: np.ndarray, tolerance: float = 1e-11) -> None:
+    """Asserts equality except for rounding, which is that of float64 by default."""
+    atol = tolerance * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
 def assert_same_logits_and_gradients(

@@ -33,7 +33,9 @@ from jax_models import (
 )
 from jax_models.models.architecture import architectures
 from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
+from jax_models.models.load import config_of
 from train.command import convert, generate
+from train.command.export import export, logit_errors
 from train.command.initial_weights import initialize
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
@@ -53,6 +55,7 @@ QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
+GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
 GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
@@ -60,82 +63,11 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
-CONFIGS = {
-    "qwen3_5_text": Qwen35LanguageModelConfig,
-    "qwen3_5": Qwen35LanguageModelConfig,
-    "qwen3_5_moe_text": Qwen35LanguageModelConfig,
-    "qwen3_5_moe": Qwen35LanguageModelConfig,
-    "qwen3_next": Qwen3NextLanguageModelConfig,
-    "olmo_hybrid": OLMoHybridLanguageModelConfig,
-    "lfm2": LFM2LanguageModelConfig,
-    "lfm2_moe": LFM2LanguageModelConfig,
-    "bamba": BambaLanguageModelConfig,
-    "granitemoehybrid": GraniteLanguageModelConfig,
-    "falcon_h1": FalconH1LanguageModelConfig,
-    "nemotron_h": NemotronHLanguageModelConfig,
-}
 
 
 def read(fields: dict[str, Any]) -> Any:
-    return CONFIGS[fields["model_type"]].from_hf(fields)
-
-
-def test_defaults_are_those_of_transformers():
-    assert read(QWEN) == Qwen35LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
-        num_kv_heads=4, num_key_heads=16, num_value_heads=32, key_features=128,
-        value_features=128, tied_head=False,
-    )  # fmt: skip
-    assert read(QWEN_MOE) == Qwen35LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=7, head_features=256,
-        num_kv_heads=2, num_key_heads=16, num_value_heads=32, key_features=128,
-        value_features=128, tied_head=False, num_experts=256, experts_per_token=8,
-        expert_features=512,
-    )  # fmt: skip
-    assert read(QWEN_NEXT) == Qwen3NextLanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, head_features=256,
-        num_kv_heads=2, num_key_heads=16, num_value_heads=32, key_features=128,
-        value_features=128, tied_head=False, num_experts=512, experts_per_token=10,
-        expert_features=512, shared_features=512,
-    )  # fmt: skip
-    assert read(OLMO) == OLMoHybridLanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=4,
-        num_key_heads=4, num_value_heads=4, key_features=3, value_features=6, tied_head=False,
-    )  # fmt: skip
-    assert read(LFM2 | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=256, num_heads=16,
-        num_kv_heads=8, block_types=(FULL,),
-    )  # fmt: skip
-    assert read(LFM2_MOE | {"num_attention_heads": 16}) == LFM2LanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_heads=16, num_kv_heads=8,
-        num_experts=32, experts_per_token=4, expert_features=1792, use_expert_bias=True,
-    )  # fmt: skip
-    mamba2 = {
-        "vocab_size": 11, "features": 16, "num_layers": 6, "block_types": (LINEAR,),
-        "mamba_heads": 32, "mamba_head_features": 1, "state_features": 256, "tied_head": False,
-    }  # fmt: skip
-    few_heads = {"mamba_n_heads": 32, "num_key_value_heads": None}
-    assert read(BAMBA | few_heads) == BambaLanguageModelConfig(
-        **mamba2, mlp_features=20, num_kv_heads=4, epsilon=1e-5
-    )
-    assert read(GRANITE | few_heads) == GraniteLanguageModelConfig(
-        **mamba2, mlp_features=7, num_kv_heads=4, epsilon=1e-6
-    )
-    assert read(FALCON_H1 | {"mamba_n_heads": 8, "mamba_d_state": None}) == (
-        FalconH1LanguageModelConfig(
-            vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=2,
-            mamba_heads=8, mamba_head_features=3, state_features=256, tied_head=False,
-        )
-    )  # fmt: skip
-    assert read(NEMOTRON_H) == NemotronHLanguageModelConfig(
-        vocab_size=11, features=16, num_layers=6, mlp_features=20, num_kv_heads=8,
-        num_heads=4, head_features=128, mamba_heads=128, mamba_head_features=64,
-        state_features=128, num_groups=8, expert_features=7688, shared_features=7688,
-        block_types=(LINEAR, "mlp", LINEAR, FULL, LINEAR, "moe"),
-    )  # fmt: skip
-    for fields in (BAMBA, FALCON_H1):
-        without = {name: value for name, value in fields.items() if name != "num_key_value_heads"}
-        assert read(without | {"num_attention_heads": 8}).num_kv_heads == 8
+    """The config of a config.json."""
+    return config_of({}, fields)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +131,7 @@ ROPE = "rope_parameters"
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
         (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
+        (BAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (BAMBA | {"partial_rotary_factor": 1.0}, "rotary_fraction", 0.5),
         (BAMBA | {ROPE: {"partial_rotary_factor": 1.0}}, "rotary_fraction", 1.0),
         (BAMBA | {"mamba_d_head": "auto"}, "mamba_head_features", 4),
@@ -225,6 +158,7 @@ ROPE = "rope_parameters"
             "mamba_head_features",
             128,
         ),
+        (FALCON_H1 | {"mamba_d_state": None}, "state_features", 256),
         (FALCON_H1 | {"ssm_multipliers": None}, "mamba_multipliers", (1.0,) * 5),
         (FALCON_H1 | {"mlp_multipliers": [0.5, 2]}, "mlp_multipliers", (0.5, 2.0)),
         (FALCON_H1 | {"lm_head_multiplier": 0.5}, "head_multiplier", 0.5),
@@ -267,6 +201,7 @@ ROPE = "rope_parameters"
     ],
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
+    """`test_peers_hybrids.py` reads the fields and the defaults of transformers' own folders."""
     assert getattr(read({"num_key_value_heads": 2, **fields}), field) == value
 
 
@@ -304,6 +239,11 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {"model_type": "qwen3_5"}, "text_config: expected an object, got None"),
         (QWEN | {"hidden_size": None}, "hidden_size: expected an integer, got None"),
         (OLMO | {"linear_num_key_heads": 3}, "num_key_heads"),
+        (GRIFFIN | {"intermediate_size": "20"}, "intermediate_size: expected an integer, got '20'"),
+        (GRIFFIN | {"hidden_activation": "silu"}, "hidden_activation: expected gelu_.*, got silu"),
+        (GRIFFIN | {"tie_word_embeddings": False}, "tie_word_embeddings: expected True, got False"),
+        (GRIFFIN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
+        (GRIFFIN | {"block_types": ["mamba"]}, "block_types: expected some of .*mamba"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
         (FALCON_H1 | {"mamba_d_head": 4}, r"mamba_d_head: expected .* = 24 / 8, got 4"),
         (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
@@ -320,6 +260,11 @@ def test_a_config_json_that_is_not_supported_is_refused(fields, message):
     with pytest.raises(ValueError, match=message) as error:
         read(fields).build(rngs=nnx.Rngs(0))
     assert "\n" not in str(error.value)
+
+
+def test_the_config_json_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"^config: model_type: expected olmo_hybrid, got bamba$"):
+        OLMoHybridLanguageModelConfig.from_hf(BAMBA)
 
 
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
@@ -421,18 +366,23 @@ def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
     ("model_type", "name"),
     [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_text with experts")],
 )
-def test_the_text_part_of_a_multimodal_folder_is_read(model_type, name, tmp_path):
+def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type, name, tmp_path):
     config = MODELS[name]
     others = ["mtp.fc.weight", "mtp.norm.weight", "model.visual.pos_embed.weight"]
     fields = {"model_type": model_type, "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
+    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
     with pytest.warns(UserWarning, match=listed):
-        model = load_pretrained(tmp_path)
-    assert model.config == config
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
+        read = load_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=listed) as warned:
+        initialize(trainer, tmp_path)
+    assert len(warned) == 1
+    assert read.config == config
+    for model in (read, trainer.model(trainer.initial_params)):
+        for key, array in to_torch(model, "multimodal-file").items():
+            assert array.tobytes() == weights[key].tobytes(), key
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
@@ -448,6 +398,15 @@ def test_nemotron_h_is_not_taken_for_a_mamba2(tmp_path):
             assert load_pretrained(tmp_path).config == config
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_is_compared_with_its_twin(name, tmp_path):
+    """The text may be longer than the states of the config."""
+    model = replace(MODELS[name], max_length=40).build(rngs=nnx.Rngs(0))
+    export(model, tmp_path / "twin.safetensors")
+    assert 0 < max(logit_errors(model, tmp_path / "twin.safetensors")) < 1e-5
+
+
 def test_folders_without_the_model_are_refused(tmp_path):
     config = MODELS["qwen3_5_text"]
     folder_of(config, tmp_path, "hf-file")
@@ -459,19 +418,6 @@ def test_folders_without_the_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     with pytest.raises(ValueError, match=r"expected a Qwen3.5, got only model.visual.\* \(1"):
         load_pretrained(tmp_path)
-
-
-def test_a_multimodal_folder_is_fine_tuned(tmp_path):
-    """Training leaves out the other parts, too, and says so once."""
-    config = MODELS["qwen3_5_text"]
-    weights = folder_of(config, tmp_path, "multimodal-file", ["mtp.x", "model.visual.x"])
-    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
-    with pytest.warns(UserWarning, match="left out") as warned:
-        initialize(trainer, tmp_path)
-    assert len(warned) == 1
-    model = trainer.model(trainer.initial_params)
-    for key, array in to_torch(model, "multimodal-file").items():
-        assert array.tobytes() == weights[key].tobytes(), key
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compares Qwen3.5 and the other hybrids with transformers."""
+"""Compares the hybrids, Mamba-2 and RecurrentGemma with transformers."""
 
 import copy
 from functools import partial
@@ -6,18 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
-from peers import assert_same_logits_and_gradients, assert_same_start
+from peers import (
+    assert_close,
+    assert_same_logits_and_gradients,
+    assert_same_start,
+    call_transformers,
+    logits_of,
+    randomise,
+)
 
 import torch_ref
 import train.command.convert as command
-from jax_models import from_torch, generate, load_pretrained, to_torch
+from jax_models import from_weights, generate, load_pretrained, to_torch
+from jax_models.models.architecture import architectures
+from jax_models.models.hf import HFConfig
+from jax_models.models.load import config_of
 from parity_tests.engine.bounds.torch_rounding import InFloat64
-from parity_tests.engine.problem import in_every_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 transformers = pytest.importorskip("transformers")
@@ -28,7 +36,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
     "intermediate_size": 20,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
@@ -47,13 +55,18 @@ VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
     "num_position_embeddings": 16, "patch_size": 4,
 }  # fmt: skip
-MAMBA2 = {
+LIMITS = {"time_step_limit": (0.3, 0.8)}
+HYBRID_MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 5,
     "mamba_chunk_size": 16,
 }
-OTHER_MAMBA2 = MAMBA2 | {
+OTHERS = {"rms_norm_eps": 1e-3, "attention_bias": True, "tie_word_embeddings": True}
+OTHER_HYBRID_MAMBA2 = {
+    **HYBRID_MAMBA2,
+    **OTHERS,
+    **LIMITS,
     "head_dim": 6,
     "num_key_value_heads": None,
     "mamba_n_groups": 4,
@@ -61,24 +74,17 @@ OTHER_MAMBA2 = MAMBA2 | {
     "mamba_expand": 3,
     "mamba_conv_bias": False,
     "mamba_proj_bias": True,
-    "time_step_limit": (0.3, 0.8),
-    "attention_bias": True,
-    "rms_norm_eps": 1e-3,
-    "tie_word_embeddings": True,
-}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.6,
-    "attention_multiplier": 0.8,
-    "logits_scaling": 4.0,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 7}
 GRANITE_SIZES = {
     **SIZES,
-    **MULTIPLIERS,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.8,
+    "logits_scaling": 4.0,
     "shared_intermediate_size": 20,
     "num_local_experts": 0,
-    "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+    "layer_types": [LINEAR, FULL],
 }
 FALCON_MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -91,6 +97,7 @@ FALCON_MULTIPLIERS = {
     "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],
     "mlp_multipliers": [1.4, 0.7],
 }
+MAMBA2_SIZES = {**SIZES, "num_heads": 8, "head_dim": 4, "state_size": 5, "chunk_size": 16}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
@@ -118,26 +125,32 @@ NEMOTRON_SIZES = {
     "moe_intermediate_size": 7,
     "moe_shared_expert_intermediate_size": 9,
 }
+MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
-    "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12}),
+    "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12, "full_attention_interval": 2}),
     "Qwen3.5, other options": (
         QWEN,
         {
             **SIZES,
             **HEADS,
+            **OTHERS,
             "head_dim": 6,
             "linear_num_key_heads": 4,
             "linear_conv_kernel_dim": 2,
-            "layer_types": [FULL, LINEAR, LINEAR, FULL],
-            "attention_bias": True,
-            "rms_norm_eps": 1e-3,
+            "layer_types": [FULL, LINEAR],
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 1.0},
-            "tie_word_embeddings": True,
         },
     ),
     "Qwen3.5 with experts": (
         QWEN_MOE,
-        {**SIZES, **HEADS, **EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 9},
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 12,
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 9,
+        },
     ),
     "Qwen3-Next": (
         QWEN_NEXT,
@@ -147,6 +160,7 @@ MODELS: dict[str, tuple[str, Any]] = {
             **EXPERTS,
             "head_dim": 12,
             "shared_expert_intermediate_size": 9,
+            "full_attention_interval": 2,
             "mlp_only_layers": [1],
         },
     ),
@@ -160,7 +174,7 @@ MODELS: dict[str, tuple[str, Any]] = {
             "shared_expert_intermediate_size": 9,
             "decoder_sparse_step": 2,
             "norm_topk_prob": False,
-            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "layer_types": [FULL, LINEAR],
             "tie_word_embeddings": True,
         },
     ),
@@ -170,20 +184,18 @@ MODELS: dict[str, tuple[str, Any]] = {
         {
             **SIZES,
             **HEADS,
-            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            **OTHERS,
+            "layer_types": [FULL, LINEAR],
             "rope_parameters": {"rope_type": "default", "rope_theta": None},
-            "attention_bias": True,
             "linear_allow_neg_eigval": False,
-            "rms_norm_eps": 1e-3,
-            "tie_word_embeddings": True,
         },
     ),
-    "LFM2": (LFM2, {**SIZES, "full_attn_idxs": [1, 3], "block_multiple_of": 4}),
+    "LFM2": (LFM2, {**SIZES, "full_attn_idxs": [1], "block_multiple_of": 4}),
     "LFM2, other options": (
         LFM2,
         {
             **SIZES,
-            "layer_types": ["conv", FULL, FULL, "conv"],
+            "layer_types": [FULL, "conv"],
             "block_auto_adjust_ff_dim": False,
             "conv_bias": True,
             "conv_L_cache": 4,
@@ -196,7 +208,8 @@ MODELS: dict[str, tuple[str, Any]] = {
         {
             **SIZES,
             **EXPERTS,
-            "layer_types": ["conv", FULL, "conv", FULL],
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", FULL, "conv"],
             "num_dense_layers": 1,
             "routed_scaling_factor": 1.5,
         },
@@ -206,7 +219,7 @@ MODELS: dict[str, tuple[str, Any]] = {
         {
             **SIZES,
             **EXPERTS,
-            "layer_types": ["conv", FULL, FULL, "conv"],
+            "layer_types": ["conv", FULL],
             "num_dense_layers": 0,
             "use_expert_bias": False,
             "norm_topk_prob": False,
@@ -214,12 +227,12 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "Granite 4": (GRANITE, {**GRANITE_SIZES, **MAMBA2, "position_embedding_type": "nope"}),
+    "Granite 4": (GRANITE, {**GRANITE_SIZES, **HYBRID_MAMBA2, "position_embedding_type": "nope"}),
     "Granite 4, other options": (
         GRANITE,
         {
             **GRANITE_SIZES,
-            **OTHER_MAMBA2,
+            **OTHER_HYBRID_MAMBA2,
             "position_embedding_type": "rope",
             "rope_parameters": {"rope_theta": 50.0},
         },
@@ -228,29 +241,30 @@ MODELS: dict[str, tuple[str, Any]] = {
         GRANITE,
         {
             **GRANITE_SIZES,
-            **MAMBA2,
+            **HYBRID_MAMBA2,
             "intermediate_size": 7,
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
         },
     ),
-    "Bamba": (BAMBA, {**SIZES, **MAMBA2, "attn_layer_indices": [1]}),
+    "Bamba": (BAMBA, {**SIZES, **HYBRID_MAMBA2, "attn_layer_indices": [1]}),
     "Bamba, other options": (
         BAMBA,
         {
             **SIZES,
-            **OTHER_MAMBA2,
+            **OTHER_HYBRID_MAMBA2,
+            "num_hidden_layers": 4,
             "attn_layer_indices": [0, 2],
             "mlp_bias": True,
             "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
         },
     ),
-    "Falcon-H1": (FALCON_H1, {**SIZES, **MAMBA2, **FALCON_MULTIPLIERS, "mamba_d_ssm": 24}),
+    "Falcon-H1": (FALCON_H1, {**SIZES, **HYBRID_MAMBA2, **FALCON_MULTIPLIERS, "mamba_d_ssm": 24}),
     "Falcon-H1, other options": (
         FALCON_H1,
         {
             **SIZES,
-            **OTHER_MAMBA2,
+            **OTHER_HYBRID_MAMBA2,
             **FALCON_MULTIPLIERS,
             "mamba_d_ssm": None,
             "mamba_rms_norm": True,
@@ -277,11 +291,48 @@ MODELS: dict[str, tuple[str, Any]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
+    "Mamba-2, other options": (
+        MAMBA2,
+        {
+            **MAMBA2_SIZES,
+            **LIMITS,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "layer_norm_epsilon": 1e-3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "RecurrentGemma": (
+        GEMMA,
+        {
+            **SIZES,
+            "hidden_size": 32,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 1,
+            "attention_window_size": 8,
+        },
+    ),
+    "RecurrentGemma, other options": (
+        GEMMA,
+        {
+            **SIZES,
+            "num_hidden_layers": 4,
+            "lru_width": 24,
+            "attention_window_size": 5,
+            "conv1d_width": 3,
+            "block_types": ["attention", "recurrent"],
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 1.0},
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+            "rms_norm_eps": 1e-3,
+            "logits_soft_cap": 5.0,
+        },
+    ),
 }
-DEFAULTS = (
-    *("Qwen3.5", "Qwen3.5 with experts", "Qwen3-Next", "OLMo Hybrid", "LFM2", "LFM2 with experts"),
-    *("Granite 4", "Granite 4 with experts", "Bamba", "Falcon-H1", "Nemotron-H"),
-)
+DEFAULTS = [name for name in MODELS if "other" not in name]
 STATE_SPACES = [
     name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
 ]
@@ -291,23 +342,7 @@ WITH_EXPERTS = [
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
-def randomise(model: torch.nn.Module) -> None:
-    """Draws all matrices, norms, decays and biases, with values that are exact in bfloat16."""
-    rng = np.random.default_rng(0)
-    biases = [
-        each
-        for each in model.named_buffers()
-        if each[0].endswith(("expert_bias", "correction_bias"))
-    ]
-    for name, parameter in [*model.named_parameters(), *biases]:
-        fan_in = parameter.shape[-1] if parameter.ndim > 1 else 4
-        draw = rng.standard_normal(tuple(parameter.shape)) * fan_in**-0.5
-        if "norm" in name and parameter.ndim == 1 and parameter.min() == 1:
-            draw = draw + 1
-        parameter.data = torch.from_numpy(in_every_dtype(draw)).to(parameter.dtype)
-
-
-def built(name: str, **options: Any) -> torch.nn.Module:
+def built(name: str, **options: Any) -> Any:
     """A random model in float64, including the frequencies of the angles."""
     kind, fields = MODELS[name]
     model = getattr(transformers, kind)
@@ -319,49 +354,24 @@ def built(name: str, **options: Any) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def hf(request) -> torch.nn.Module:
+def hf(request) -> Any:
     return built(request.param)
 
 
-def logits_of(model: torch.nn.Module, tokens: Any, **options: Any) -> np.ndarray:
-    """The logits in float64, even where transformers would cast to float32."""
-    with InFloat64(), torch.no_grad():
-        return model(torch.as_tensor(tokens), use_cache=False, **options).logits.numpy()
-
-
-def assert_close(got: Any, expected: np.ndarray) -> None:
-    """Asserts equality except for the rounding of float64."""
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11 * np.abs(expected).max())
-
-
-def in_float32(model: torch.nn.Module) -> torch.nn.Module:
-    return copy.deepcopy(model).float()
-
-
 @pytest.fixture
-def folder(hf, tmp_path) -> Path:
+def folder(hf, tmp_path, monkeypatch) -> Path:
     """The model in float32, as transformers saves it."""
-    in_float32(hf).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    monkeypatch.chdir(tmp_path)
+    copy.deepcopy(hf).float().save_pretrained("hf", max_shard_size="5KB")
+    assert len([*tmp_path.glob("hf/*.safetensors")]) > 1
     return tmp_path / "hf"
 
 
-def ported(weights: Any, config: Any, param_dtype: Any = jnp.float64) -> Any:
-    """The model of a config with these weights."""
-    model = nnx.eval_shape(lambda: config.build(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    return from_torch(model, weights, "hf")
-
-
 def test_logits_and_gradients_are_those_of_transformers(hf, folder):
-    """The config is that of the folder."""
+    """The config is that of the folder. The twin could share a misreading, so it is compared."""
     config = load_pretrained(folder).config
-    load = partial(ported, config=config)
-    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
-    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_twin)
-
-
-def test_the_twin_computes_what_transformers_does(hf, folder):
-    """Two sides written by the same people could share a misreading."""
-    config = load_pretrained(folder).config
+    load = partial(from_weights, config=config)
+    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers)
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
     twin = twin.from_config(config).double()
     twin.load_state_dict(hf.state_dict())
@@ -375,7 +385,8 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
     config = load_pretrained(folder).config
     expected = logits_of(hf, TOKENS)
     with jax.enable_x64(True):
-        model = nnx.view(ported(dict(hf.state_dict()), config), max_length=TOKENS.shape[1])
+        model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
+        model = nnx.view(model, max_length=TOKENS.shape[1])
         _, state = model(TOKENS[:, :-2])
         step, state = model.step(TOKENS[:, -2], state)
         last, _ = model.step(TOKENS[:, -1], state)
@@ -394,7 +405,7 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
         assert_close(theirs[is_text], ours[is_text])
 
 
-@pytest.mark.parametrize("hf", STATE_SPACES, indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, "Mamba-2", "Mamba-2, other options"], indirect=True)
 def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
     """Faults of transformers 5.24: a step forgets the limits of Δ, and Bamba restarts positions."""
     expected = logits_of(hf, TOKENS)[:, -1]
@@ -420,7 +431,7 @@ def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):
     With the limits of its config.json, its computation is ours.
     """
     hf = built("Nemotron-H", time_step_limit=[0.6, 0.9], time_step_min=0.1)
-    in_float32(hf).save_pretrained(tmp_path)
+    copy.deepcopy(hf).float().save_pretrained(tmp_path)
     theirs = logits_of(hf, TOKENS)
     for layer in hf.model.layers:
         if hasattr(layer.mixer, "A_log"):
@@ -428,45 +439,60 @@ def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):
             layer.mixer.time_step_limit = (0.6, 0.9)
     expected = logits_of(hf, TOKENS)
     with jax.enable_x64(True):
-        ours, _ = ported(dict(hf.state_dict()), load_pretrained(tmp_path).config)(TOKENS)
+        config = load_pretrained(tmp_path).config
+        ours, _ = from_weights(dict(hf.state_dict()), config, param_dtype="float64")(TOKENS)
     assert_close(ours, expected)
     assert np.abs(theirs - expected).max() > 0.05 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_parameters_start_as_in_transformers(name, tmp_path):
-    """With more and wider layers, and the standard deviation that transformers has by default."""
+@pytest.mark.parametrize("ours", architectures(HFConfig))
+def test_defaults_are_those_of_transformers(ours):
+    """A config.json of the sizes alone is read as the whole one that transformers writes."""
+    for has_experts in (False, True):
+        model = ours.hf_model(has_experts)
+        whole = getattr(transformers, model.hf_class).config_class().to_dict()
+        stated = {name: whole[name] for name in (*model.sizes, "model_type")}
+        assert ours.from_hf(stated) == ours.from_hf(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "rescales"),
+    [*((name, False) for name in DEFAULTS if name != "RecurrentGemma"), ("Mamba-2", True)],
+)
+def test_parameters_start_as_in_transformers(name, rescales):
+    """With wider layers, and the standard deviation that transformers has by default.
+
+    RecurrentGemma starts as in recurrentgemma, as `test_peers_griffin.py` shows.
+    """
     kind, fields = MODELS[name]
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "num_heads": 32}
     sizes |= {"linear_num_key_heads": 32, "linear_num_value_heads": 64, "initializer_range": 0.02}
+    sizes |= {"rescale_prenorm_residual": rescales}
     torch.manual_seed(0)
     original = getattr(transformers, kind)
     original = original(original.config_class(**fields | sizes, **EAGER))
-    original.save_pretrained(tmp_path)
-    ours = load_pretrained(tmp_path).config.build(rngs=nnx.Rngs(0))
-    assert_same_start(to_torch(ours, "hf"), original.state_dict())
+    config = config_of(original.state_dict(), original.config.to_dict())
+    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0)), "hf"), original.state_dict())
 
 
 @pytest.mark.parametrize("hf", DEFAULTS, indirect=True)
 def test_greedy_tokens_are_those_of_transformers(hf, folder):
     prompt = TOKENS[:, :9]
-    theirs = hf.generate(torch.as_tensor(prompt), do_sample=False, max_new_tokens=24)
-    model = load_pretrained(folder, max_length=64)
-    ours = generate(model, prompt, 24, key=jax.random.key(0), temperature=0)
+    theirs = copy.deepcopy(hf).float()
+    theirs = theirs.generate(torch.as_tensor(prompt), do_sample=False, max_new_tokens=24)
+    ours = generate(load_pretrained(folder), prompt, 24, key=jax.random.key(0), temperature=0)
     np.testing.assert_array_equal(ours, theirs[:, 9:])
 
 
-def test_transformers_loads_what_is_exported(hf, folder, monkeypatch):
+def test_transformers_loads_what_is_exported(hf, folder):
     """Strictly, and with the same weights and logits."""
-    monkeypatch.chdir(folder.parent)
     command.main(["--from", "hf", "--to", "back"])
     read, report = type(hf).from_pretrained("back", output_loading_info=True, **EAGER)
     assert not any(report.values()), report
-    for key, array in in_float32(hf).state_dict().items():
-        assert torch.equal(read.state_dict()[key], array), key
-    np.testing.assert_allclose(
-        logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), rtol=0, atol=1e-5
-    )
+    assert config_of({}, read.config.to_dict()) == config_of({}, hf.config.to_dict())
+    for key, array in hf.state_dict().items():
+        assert torch.equal(read.state_dict()[key].double(), array), key
+    assert_close(logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), 1e-5)
 
 
 def test_a_multimodal_folder_is_read(tmp_path, monkeypatch):
@@ -482,9 +508,7 @@ def test_a_multimodal_folder_is_read(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r"left out model\.visual\.\* \(\d+ weights\)$"):
         ours = load_pretrained("hf")
     expected = logits_of(model, TOKENS)
-    np.testing.assert_allclose(
-        ours(TOKENS)[0], expected, rtol=0, atol=1e-4 * np.abs(expected).max()
-    )
+    assert_close(ours(TOKENS)[0], expected, 1e-4)
     with pytest.warns(UserWarning, match="left out"):
         command.main(["--from", "hf", "--to", "back"])
     for name in ("hf", "back"):

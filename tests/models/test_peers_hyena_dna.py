@@ -28,15 +28,6 @@ CONFIGS = {
         **SIZES, num_layers=2, order=3, embed_features=7, filter_features=20, num_filter_layers=3
     ),
 }
-ACTIVATIONS = {
-    "identity": torch.nn.Identity,
-    "gelu": torch.nn.GELU,
-    "relu": torch.nn.ReLU,
-    "sigmoid": torch.nn.Sigmoid,
-    "silu": torch.nn.SiLU,
-    "softplus": torch.nn.Softplus,
-    "tanh": torch.nn.Tanh,
-}
 OF_SAFARI: list[dict[str, Any]] = [
     {"activation": "identity", "order": 3, "shift": 0.0},
     {"activation": "gelu", "order": 3, "shift": 0.2, "normalized": True},
@@ -154,7 +145,7 @@ class SafariOperator(torch.nn.Module):
         super().__init__()
         self.order, self.normalized = options["order"], options["normalized"]
         self.filter_bias, taps = options["filter_bias"], options["kernel_size"]
-        self.activation = ACTIVATIONS[options["activation"]]()
+        self.activation = getattr(F, options["activation"], torch.nn.Identity())
         width = features * (self.order + 1)
         self.in_proj = torch.nn.Linear(features, width)
         self.short_filter = torch.nn.Conv1d(width, width, taps, padding=taps - 1, groups=width)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from peers import assert_same_logits_and_gradients
+from peers import assert_same_logits_and_gradients, call_transformers, logits_of
 
 from jax_models import from_weights, to_torch, undo_rescale
 from parity_tests.engine.problem import in_every_dtype
@@ -37,26 +37,15 @@ def model():
     return model
 
 
-def copied(model):
-    """A copy of the current weights, because transformers changes them in place."""
-    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
-
-
-def logits_of(model, tokens, **options):
-    """The logits of transformers' model in evaluation mode, and its other results."""
-    with torch.no_grad():
-        return model.eval()(torch.tensor(tokens), **options)
-
-
 def test_logits_and_gradients_are_those_of_transformers(model):
     model.config.rescale_every = 0
-    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
-    assert_same_logits_and_gradients(model, from_weights, TOKENS, "hf", call_twin)
+    assert_same_logits_and_gradients(model, from_weights, TOKENS, "hf", call_transformers)
 
 
 def test_weights_that_were_saved_after_a_run_are_multiplied_back(model):
-    before = copied(model)
-    logits_of(model, TOKENS)
+    """Transformers changes the weights in place when it runs in evaluation mode."""
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    logits_of(model.eval(), TOKENS)
     after = model.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert len(changed) == 2 * (model.config.num_hidden_layers - RESCALE_EVERY)

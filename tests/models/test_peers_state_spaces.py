@@ -1,4 +1,7 @@
-"""Compares Mamba, FalconMamba and Mamba-2 with transformers, and reads the files of mamba_ssm."""
+"""Compares Mamba and FalconMamba with transformers, and reads the files of mamba_ssm.
+
+`test_peers_hybrids.py` compares Mamba-2.
+"""
 
 import json
 from typing import Any
@@ -40,7 +43,7 @@ MAMBA2, MAMBA, FALCON = "mamba2", "mamba", "falcon_mamba"
 MODELS: dict[str, tuple[type[StateSpaceConfig], dict[str, Any]]] = {
     MAMBA2: (
         Mamba2LanguageModelConfig,
-        {"num_heads": 8, "head_dim": 4, "n_groups": 2, "chunk_size": 16},
+        {"num_heads": 8, "head_dim": 4, "n_groups": 1, "chunk_size": 16},
     ),
     MAMBA: (MambaLanguageModelConfig, {"time_step_rank": 3}),
     FALCON: (MambaLanguageModelConfig, {"mixer_rms_eps": 1e-3, "tie_word_embeddings": False}),
@@ -53,7 +56,6 @@ OTHERS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-3,
     "tie_word_embeddings": True,
 }
-LIMITED: dict[str, Any] = {"time_step_limit": (0.3, 0.8)}
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 70))  # longer than a chunk of 64 steps
 
 
@@ -82,15 +84,10 @@ def ported(weights: Any, config: Any, param_dtype: Any = jnp.float64) -> Any:
     model = config.build(param_dtype=param_dtype, rngs=nnx.Rngs(0))
     return from_torch(model, weights)
 
-    return nnx.Rngs(0)
-
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (MAMBA2, {}),
-        (MAMBA2, OTHERS | {"n_groups": 1}),
-        (MAMBA2, LIMITED),
         (MAMBA, {}),
         (MAMBA, OTHERS | {"tie_word_embeddings": False}),
         (FALCON, OTHERS | {"expand": 16, "intermediate_size": 24}),  # as FalconMamba-7B has them
@@ -110,8 +107,6 @@ def test_logits_and_gradients_are_those_of_transformers(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (MAMBA2, {"num_heads": 32}),
-        (MAMBA2, {"num_heads": 32, "rescale_prenorm_residual": True}),
         (MAMBA, {"time_step_scale": 2.0, "rescale_prenorm_residual": True}),
         (MAMBA, {"time_step_init_scheme": "constant"}),
     ],
@@ -127,7 +122,7 @@ def test_parameters_start_as_in_transformers(kind, options):
     assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0))), original.state_dict())
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [MAMBA, FALCON])
 def test_a_folder_makes_the_round_trip(kind, tmp_path, monkeypatch):
     """Greedy tokens are those of transformers, which loads what is exported."""
     monkeypatch.chdir(tmp_path)
@@ -143,21 +138,6 @@ def test_a_folder_makes_the_round_trip(kind, tmp_path, monkeypatch):
     assert read.config.to_diff_dict() == model.config.to_diff_dict()
     for key, array in model.state_dict().items():
         assert torch.equal(read.state_dict()[key], array), key
-
-
-def test_a_step_of_transformers_forgets_the_limits():
-    """A fault of transformers 5.24: a step equals the sequence in ours, and not in theirs."""
-    model = built(MAMBA2, **LIMITED).float()
-    ours = ported(dict(model.state_dict()), config_of(model), jnp.float32)
-    expected = model(torch.as_tensor(TOKENS), use_cache=False).logits[:, -1].detach().numpy()
-    before = model(torch.as_tensor(TOKENS[:, :-1]), use_cache=True)
-    last = torch.as_tensor(TOKENS[:, -1:])
-    theirs = model(last, cache=before.cache).logits[:, 0].detach().numpy()
-    _, state = ours(jnp.asarray(TOKENS[:, :-1]))
-    step, _ = ours.step(jnp.asarray(TOKENS[:, -1]), state)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(step, expected, rtol=0, atol=1e-5 * scale)
-    assert np.abs(theirs - expected).max() > 0.1 * scale
 
 
 @pytest.mark.parametrize("kind", [MAMBA, FALCON])
@@ -179,7 +159,7 @@ def test_a_second_piece_of_transformers_forgets_the_state(kind):
 @pytest.mark.parametrize(("kind", "layer"), [(MAMBA, {}), (MAMBA2, {"layer": "Mamba2"})])
 def test_a_file_of_mamba_ssm_is_read(kind, layer, tmp_path):
     """Its config.json says only what differs from mamba_ssm's defaults."""
-    model = built(kind, **{} if kind == MAMBA else {"n_groups": 1}).float()
+    model = built(kind).float()
     weights = {
         key.replace("backbone.embeddings", "backbone.embedding"): value
         for key, value in model.state_dict().items()

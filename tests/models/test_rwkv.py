@@ -1,4 +1,4 @@
-"""RWKV-4 beyond parity: its checkpoints, its initialization, and extreme values."""
+"""The files of BlinkDL's checkpoints, and extreme values of RWKV-4 and RWKV-6."""
 
 import io
 import pickle
@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import save
 
 import torch_ref
-from jax_models import RWKV6TimeMix, RWKVBlock, RWKVLanguageModelConfig, RWKVTimeMix, read_pth
+from jax_models import RWKV6TimeMix, RWKVTimeMix, read_pth
 
 SIZES = {"vocab_size": 11, "features": 6, "num_layers": 3, "hidden_features": 24}
 
@@ -118,42 +118,3 @@ def test_a_decay_beyond_float32_forgets_at_once(build):
     graphdef, params = nnx.split(layer)
     gradients = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-
-
-def blinkdl_start(features: int, layer: int, num_layers: int) -> dict[str, np.ndarray]:
-    """The initial decays, bonuses and mixtures of RWKV-LM's code, channel by channel."""
-    up, down = layer / (num_layers - 1), 1 - layer / num_layers
-    channels, power = range(features), 0.7 + 1.3 * up
-    return {
-        "time_decay": np.array([8 * (h / (features - 1)) ** power - 5 for h in channels]),
-        "time_first": np.array([np.log(0.3) + ((h + 1) % 3 - 1) * 0.5 for h in channels]),
-        "time_mix_k": np.array([(h / features) ** down for h in channels]),
-        "time_mix_v": np.array([(h / features) ** down + 0.3 * up for h in channels]),
-        "time_mix_r": np.array([(h / features) ** (0.5 * down) for h in channels]),
-    }
-
-
-@pytest.mark.parametrize("layer", [0, 1, 3])
-def test_starts_as_rwkv_4(layer):
-    block = RWKVBlock(16, layer_index=layer, num_layers=4, rngs=nnx.Rngs(0))
-    for name, expected in blinkdl_start(16, layer, 4).items():
-        np.testing.assert_allclose(getattr(block.att, name)[...], expected, rtol=1e-5, atol=1e-6)
-        if name in ("time_mix_k", "time_mix_r"):
-            np.testing.assert_allclose(
-                getattr(block.ffn, name)[...], blinkdl_start(16, layer, 4)["time_mix_k"], rtol=1e-5
-            )
-    for zero in (block.att.key, block.att.receptance, block.att.output, block.ffn.value):
-        assert not zero.kernel[...].any()
-    value, key = block.att.value.kernel[...], block.ffn.key.kernel[...]
-    np.testing.assert_allclose(value.T @ value, np.eye(16), atol=1e-5)
-    assert key.shape == (16, 64)
-    np.testing.assert_allclose(key @ key.T, 4 * np.eye(16), atol=1e-4)
-    assert (block.ln0 is None) == (layer > 0)
-
-
-def test_the_embedding_and_the_head_start_as_rwkv_4():
-    config = RWKVLanguageModelConfig(vocab_size=9, features=16, num_layers=2, hidden_features=64)
-    model = config.build(rngs=nnx.Rngs(0))
-    embedding, head = model.embedding.embedding[...], model.head.kernel[...]
-    np.testing.assert_allclose(embedding @ embedding.T, 1e-8 * 16 * np.eye(9), atol=1e-12)
-    np.testing.assert_allclose(head.T @ head, 0.25 * np.eye(9), atol=1e-5)

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 beyond parity: their checkpoints, layouts and initialization."""
+"""RWKV-4, 6 and 7 beyond parity: their checkpoints, layouts and initialization."""
 
 import itertools
 
@@ -12,6 +12,7 @@ from jax_models import (
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
     RWKV7TimeMix,
+    RWKVLanguageModelConfig,
     from_torch,
     from_weights,
     to_torch,
@@ -118,6 +119,34 @@ def test_a_model_names_the_version_that_it_is_not(version, other):
 
 def singular_values(kernel):
     return np.linalg.svd(np.asarray(kernel), compute_uv=False)
+
+
+def test_rwkv4_starts_as_the_official_code():
+    config = RWKVLanguageModelConfig(vocab_size=9, features=16, num_layers=4, hidden_features=64)
+    model = config.build(rngs=nnx.Rngs(0))
+    n = np.arange(16)
+    f = n / 16
+    for layer, block in enumerate(model.blocks):
+        att, ffn = block.att, block.ffn
+        rho, lam = 1 - layer / 4, layer / 3
+        expected = {
+            "time_decay": -5 + 8 * (n / 15) ** (0.7 + 1.3 * lam),
+            "time_first": np.log(0.3) + ((n + 1) % 3 - 1) * 0.5,
+            "time_mix_k": f**rho,
+            "time_mix_v": f**rho + 0.3 * lam,
+            "time_mix_r": f ** (rho / 2),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(getattr(att, name)[...], value, rtol=1e-5, atol=1e-6)
+        for mix in (ffn.time_mix_k, ffn.time_mix_r):
+            np.testing.assert_allclose(mix[...], f**rho, rtol=1e-5)
+        for zero in (att.key, att.receptance, att.output, ffn.value):
+            assert not np.any(zero.kernel[...])
+        np.testing.assert_allclose(singular_values(att.value.kernel[...]), 1, rtol=1e-4)
+        np.testing.assert_allclose(singular_values(ffn.key.kernel[...]), 2, rtol=1e-4)
+        assert (block.ln0 is None) == (layer > 0)
+    np.testing.assert_allclose(singular_values(model.embedding.embedding[...]), 4e-4, rtol=1e-4)
+    np.testing.assert_allclose(singular_values(model.head.kernel[...]), 0.5, rtol=1e-4)
 
 
 def test_rwkv7_starts_as_the_official_code():

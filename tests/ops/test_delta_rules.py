@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_models.ops import delta_rule, gated_delta_rule
+from jax_models.ops.delta import definition
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked", "definition")
@@ -49,41 +50,6 @@ def problem(kind: str, time: int):
     return rwkv7, arrays | {"log_w": LEAST_LOG_DECAY / (1 + np.exp(log_w))}
 
 
-def loop(arrays: dict[str, np.ndarray], **masks):
-    """Computes the equation of either rule step by step in NumPy, in the dtype of the arrays."""
-    return step_by_step(**(ungated(**arrays) if "log_decay" in arrays else arrays), **masks)
-
-
-def ungated(q, k, v, log_decay, state, beta=None):
-    """The gated delta rule, with normalized keys, in the arrays of the delta rule."""
-    epsilon, shared = q.dtype.type(1e-6), v.shape[2] // k.shape[2]
-    q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + epsilon) for x in (q, k))
-    q, k = (np.repeat(x, shared, axis=2) for x in (q.dtype.type(0.5) * q, k))
-    log_w = np.broadcast_to(log_decay[..., None], k.shape)
-    if beta is None:
-        return {"r": q, "log_w": log_w, "k": k, "v": v, "state": state}
-    rate = beta[..., None]
-    correction = {"a": np.exp(log_w) * k, "b": -rate * k}
-    return {"r": q, "log_w": log_w, "k": rate * k, "v": v, "state": state, **correction}
-
-
-def step_by_step(r, log_w, k, v, state, a=None, b=None, u=None, lengths=None, reset=None):
-    y, last = np.zeros_like(v), state.copy()
-    for row, t in np.ndindex(v.shape[:2]):
-        if lengths is not None and t >= lengths[row]:
-            continue
-        before = 0 * last[row] if reset is not None and reset[row, t] else last[row]
-        learned = v[row, t][:, :, None] * k[row, t][:, None, :]
-        after = before * np.exp(log_w[row, t])[:, None, :] + learned
-        if a is not None:
-            corrected = (before @ a[row, t][:, :, None]) * b[row, t][:, None, :]
-            after = after + corrected
-        read = after if u is None else before + u[:, None, :] * learned
-        y[row, t] = (read @ r[row, t][:, :, None])[:, :, 0]
-        last[row] = after
-    return y, last
-
-
 def masks(time: int) -> dict:
     rng = np.random.default_rng(1)
     lengths = np.array([time, max(time - 20, 0), 0])
@@ -95,34 +61,27 @@ def active(time: int):
 
 
 @pytest.mark.slow
-@methods_and_auto
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("time", [1, 150])
-def test_is_the_loop(x64, method, kind, time):
+@pytest.mark.parametrize(("time", "is_masked"), [(1, False), (150, True)])
+def test_every_form_is_the_definition(x64, kind, time, is_masked, monkeypatch):
+    """Compares gradients, too, for which the definition computes each segment of steps twice."""
+    monkeypatch.setattr(definition, "FEW_STATES", 0)
     rule, arrays = problem(kind, time)
-    for mask in ({}, masks(time)):
-        expected, expected_last = loop(arrays, **mask)
-        y, last = rule(**arrays, **mask, method=method)
-        assert_same(np.where(active(time), y, 0) if mask else y, expected, "y")
-        assert_same(last, expected_last, "state")
+    mask = masks(time) if is_masked else {}
 
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(method, arrays):
+        def run(arrays):
+            y, last = rule(**arrays, **mask, method=method)
+            return jnp.where(active(time), y, 0) if is_masked else y, last
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_forms_have_the_same_gradients(x64, kind):
-    """That of "auto" runs step by step, too, but in segments that it computes twice."""
-    rule, arrays = problem(kind, 150)
-    mask = masks(150)
+        results, pull_back = jax.vjp(run, arrays)
+        return results, pull_back(jax.tree.map(jnp.cos, results))
 
-    def loss(arrays, method):
-        y, last = rule(**arrays, **mask, method=method)
-        return jnp.sum(jnp.sin(jnp.where(active(150), y, 0))) + jnp.sum(jnp.cos(last))
-
-    gradients = jax.jit(jax.grad(loss), static_argnums=1)
-    sequential, *others = (gradients(arrays, method) for method in (*METHODS, "auto"))
-    for name, gradient in sequential.items():
-        for other in others:
-            assert_same(other[name], gradient, name)
+    expected = with_gradients("definition", arrays)
+    for method in ("sequential", "chunked", "auto"):
+        same = partial(assert_same, what=f"{method} and the definition")
+        jax.tree.map(same, with_gradients(method, arrays), expected)
 
 
 @pytest.mark.slow
@@ -135,10 +94,10 @@ def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
     name = "log_decay" if "log_decay" in arrays else "log_w"
     chances = [0.02] * 4 + [0.184] * 5
     arrays[name] = np.random.default_rng(2).choice(sizes, arrays[name].shape, p=chances)
-    expected, expected_last = loop(arrays)
-    y, last = rule(**arrays, method=method)
-    assert_same(y, expected, "y")
-    assert_same(last, expected_last, "state")
+    for found, expected in zip(
+        rule(**arrays, method=method), rule(**arrays, method="definition"), strict=True
+    ):
+        assert_same(found, expected, "results")
     gradients = jax.grad(lambda x: jnp.sum(rule(**x, method=method)[0] ** 2))(arrays)
     assert all(np.isfinite(gradient).all() for gradient in gradients.values())
 
@@ -174,18 +133,17 @@ def test_no_keys_are_no_output(method):
 
 
 @pytest.mark.parametrize("kind", ["rwkv7", "any decay", "gated", "mamba2"])
-def test_float32_errs_as_the_loop_does(kind):
+def test_float32_errs_as_the_definition_does(kind):
     """The decays of rwkv7 are at their lower bound."""
     rule, arrays = problem(kind, 256)
     if kind == "rwkv7":
         arrays["log_w"] = np.full_like(arrays["log_w"], LEAST_LOG_DECAY)
-    exact, _ = loop(arrays)
+    with jax.enable_x64(True):
+        exact = np.asarray(rule(**arrays, method="definition")[0])
     single = {name: np.float32(array) for name, array in arrays.items()}
-    plain, _ = loop(single)
-    for method in METHODS:
-        y, _ = rule(**single, method=method)
-        error, bound = rms(np.asarray(y) - exact) / rms(exact), rms(plain - exact) / rms(exact)
-        assert error <= max(K * bound, floor(np.dtype("float32")))
+    outputs = (np.asarray(rule(**single, method=method)[0]) for method in METHODS)
+    *errors, plain = (rms(y - exact) / rms(exact) for y in outputs)
+    assert max(errors) <= max(K * plain, floor(np.dtype("float32")))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from stack_problem import loss, problem, with_gradients
 
 from jax_models import GRU, LSTM, RNN, ops
 from jax_models.ops import forms
@@ -42,34 +43,6 @@ def build(name, method, in_features=FEATURES, hidden=5, dtype=jnp.float64, **opt
     return LAYERS[name](
         in_features, hidden, method=method, param_dtype=dtype, rngs=nnx.Rngs(0), **options
     )
-
-
-def problem(layer, batch: int = 4, time: int = 6, **masks):
-    """A pure function of weights, inputs and state, and random values for them."""
-    graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
-    draw = np.random.default_rng(1).standard_normal
-    dtype = layer.param_dtype
-    x = jnp.asarray(draw((batch, time, layer.in_features)), dtype)
-    state = jax.tree.map(lambda s: jnp.asarray(draw(s.shape), dtype), layer.init_state(batch))
-
-    def function(weights, x, state):
-        return nnx.merge(graphdef, weights, rest, copy=True)(x, state, **masks)
-
-    return function, (weights, x, state)
-
-
-def loss(results):
-    return sum(jnp.sin(leaf + 0.3).sum() for leaf in jax.tree.leaves(results))
-
-
-def with_gradients(function):
-    """The results of a function, and the gradients of all its arguments."""
-
-    def found(*args):
-        results, pull_back = jax.vjp(function, *args)
-        return results, pull_back(jax.tree.map(lambda y: jnp.cos(y + 0.1), results))
-
-    return found
 
 
 def assert_equals_xla(name: str, transform, *args, options=None, **masks):
@@ -450,12 +423,6 @@ def test_pays_for_long_sequences_in_float32(time, dtype, chosen, x64):
     assert table.chosen == chosen
 
 
-@needs_kernels
-def test_auto_leaves_what_the_kernels_do_not_support_to_xla(always_pays):
-    for layer, x in REFUSED.values():
-        assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
-
-
 X = jnp.ones((4, 6, FEATURES))
 single = partial(build, dtype=jnp.float32)
 REFUSED = {
@@ -468,10 +435,12 @@ REFUSED = {
 
 @needs_kernels
 @pytest.mark.parametrize("reason", REFUSED)
-def test_refuses_with_the_reason_and_the_way_out(reason):
+def test_refuses_with_the_reason_and_the_way_out(reason, always_pays):
+    """With "auto", XLA runs what the kernels do not support."""
     layer, x = REFUSED[reason]
     with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
         layer(method="native")(x)
+    assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
 
 
 @needs_kernels

@@ -9,21 +9,8 @@ from jax_models import GRU, Constant, LayerNorm, SequenceLayer
 from jax_models.weights import layer_norm, linear, nested, same
 
 
-class Readout(nnx.Module):
-    """leak · (h W + b), where leak is a fixed number."""
-
-    def __init__(self, in_features: int, features: int, leak: float, *, dtype, param_dtype, rngs):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.out = nnx.Linear(in_features, features, **options)
-        self.leak = Constant(jnp.asarray(leak, param_dtype))
-
-    def __call__(self, h):
-        y = self.out(h)
-        return self.leak[...].astype(y.dtype) * y
-
-
 class PlainBlock(SequenceLayer):
-    """x + readout(GRU(norm(x)))."""
+    """x + leak · (GRU(norm(x)) W + b), where leak is a fixed number."""
 
     def __init__(
         self, features: int, units: int, leak: float, *, dtype=None, param_dtype="float32", rngs
@@ -32,23 +19,24 @@ class PlainBlock(SequenceLayer):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = LayerNorm(features, **options)
         self.gru = GRU(features, units, **options)
-        self.readout = Readout(units, features, leak, **options)
+        self.out = nnx.Linear(units, features, **options)
+        self.leak = Constant(jnp.asarray(leak, param_dtype))
 
     def init_state(self, batch_size):
         return self.gru.init_state(batch_size)
 
     def sequence(self, x, state, *masks):
         y, state = self.gru.sequence(self.norm(x), state, *masks)
-        return x + self.readout(y), state
+        return x + self.leak[...].astype(y.dtype) * self.out(y), state
 
     def torch_layouts(self):
         gru = self.gru.torch_layouts()["torch.nn"]
-        readout = [*linear("out", "out"), same("leak", "leak")]
         return {
             "plain": [
                 *layer_norm("norm", "norm"),
                 *nested(gru, "gru", "gru"),
-                *nested(readout, "readout", "readout"),
+                *linear("out", "out"),
+                same("leak", "leak"),
             ]
         }
 '''
@@ -76,7 +64,7 @@ class PlainLanguageModelConfig(StackConfig):
             "final_norm.weight",
             sizes={
                 "units": Size("*.gru.bias_hh_l0", 0, convert=lambda size, fields: size // 3),
-                "leak": Size("*.readout.leak"),
+                "leak": Size("*.leak"),
             },
         ),
         "plain-shifted": Layout(
@@ -85,8 +73,8 @@ class PlainLanguageModelConfig(StackConfig):
             "model.final_norm.weight",
             blocks_layout="plain",
             sizes={
-                "units": Size("model.blocks.readout.out.weight", 1),
-                "leak": Size("model.blocks.readout.leak"),
+                "units": Size("model.blocks.out.weight", 1),
+                "leak": Size("model.blocks.leak"),
             },
         ),
     }
@@ -117,27 +105,18 @@ import torch
 from torch import nn
 
 
-class Readout(nn.Module):
-    def __init__(self, in_features, features, leak):
-        super().__init__()
-        self.out = nn.Linear(in_features, features)
-        self.register_buffer("leak", torch.tensor(leak))
-
-    def forward(self, h):
-        return self.leak * self.out(h)
-
-
 class PlainBlock(nn.Module):
     def __init__(self, features, units, leak):
         super().__init__()
         self.norm = nn.LayerNorm(features)
         self.gru = nn.GRU(features, units, batch_first=True)
-        self.readout = Readout(units, features, leak)
+        self.out = nn.Linear(units, features)
+        self.register_buffer("leak", torch.tensor(leak))
 
     def forward(self, x, state=None):
         h = None if state is None else state[0]
         y, h = self.gru(self.norm(x), h)
-        return x + self.readout(y), (h,)
+        return x + self.leak * self.out(y), (h,)
 
 
 class PlainLanguageModel(nn.Module):
@@ -195,23 +174,22 @@ CONVERT = """
 import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
+from benchmarks.bound import cases_by_architecture
 from train.command import convert
 from jax_models import load_pretrained, to_torch
 from plain.model import PlainLanguageModelConfig
 
+assert cases_by_architecture()["plain"] == ["PlainBlock", "PlainLanguageModel"]
 config = PlainLanguageModelConfig(features=4, num_layers=3, units=7, leak=0.25)
 model = config.build(rngs=nnx.Rngs(0))
 save_file(to_torch(model), "plain.safetensors")
 assert load_pretrained("plain.safetensors").config == model.config
-arguments = "--from plain.safetensors --to b.safetensors --layout plain-shifted"
-convert.main(arguments.split())
+convert.main("--from plain.safetensors --to b.safetensors --layout plain-shifted".split())
 converted = load_pretrained("b.safetensors")
 assert converted.config == model.config
 for key, array in to_torch(model).items():
     np.testing.assert_array_equal(to_torch(converted)[key], array)
 """
-
-
 MESH = ["--mesh.data", "2", "--mesh.fully-sharded"]
 
 

@@ -10,7 +10,6 @@ import pytest
 from published import (
     FAMILIES,
     GRIFFIN,
-    HIPPOGRIFF,
     HYENA_DNA,
     MODELS,
     RWKV7,
@@ -55,9 +54,8 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(name):
     config = CONFIGS[name]
     options = fields_without_shape(config)
     for layout in initial(config).torch_layouts():
-        weights = weights_of(config, layout)
-        assert config_of(weights, **options) == config, layout
-        loaded = from_torch(abstract(config), weights, layout)
+        loaded = from_weights(weights_of(config, layout), **options)
+        assert loaded.config == config, layout
         assert_same_weights(to_torch(loaded), weights_of(config))
 
 
@@ -268,13 +266,6 @@ def test_a_size_is_an_axis_or_a_scalar_in_or_outside_of_the_blocks(size, value):
             checkpoint.field(size, {})
     else:
         assert checkpoint.field(size, {}) == value
-
-
-def test_a_wrong_argument_is_named():
-    with pytest.raises(TypeError, match="weights:"):
-        from_weights([1])
-    with pytest.raises(ValueError, match=r"^num_kv_heads: expected a positive integer, got 0$"):
-        type(HIPPOGRIFF).from_state_dict(weights_of(HIPPOGRIFF), num_kv_heads=0)
 
 
 @pytest.mark.parametrize(

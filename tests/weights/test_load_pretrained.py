@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import (
@@ -81,13 +82,7 @@ def folder_of_parts(weights, folder):
 
 
 def folder_of_orbax(weights, folder):
-    tree = {"params": {}}
-    for key, array in weights.items():
-        *path, last = key.split(".")
-        at = tree["params"]
-        for name in path:
-            at = at.setdefault(name, {})
-        at[last] = array
+    tree = {"params": unflatten_dict(weights, sep=".")}
     ocp.PyTreeCheckpointer().save(folder / "orbax", tree)
     return folder / "orbax"
 
@@ -148,9 +143,13 @@ def test_every_format_is_read(form, tmp_path):
 def test_dtypes_are_kept_or_cast(dtype, tmp_path):
     model = RWKV.build(rngs=nnx.Rngs(0), param_dtype=dtype)
     path = safetensors_file(to_torch(model), tmp_path)
-    kept, wide = load_pretrained(path), load_pretrained(path, param_dtype="float32")
-    computed = "float32" if dtype == "float16" else dtype
-    for read, param_dtype, result in ((kept, dtype, computed), (wide, "float32", "float32")):
+    wide = {"param_dtype": "float32"}
+    for options, param_dtype, result in (
+        ({}, dtype, "float32" if dtype == "float16" else dtype),
+        (wide, "float32", "float32"),
+        (wide | {"dtype": "bfloat16"}, "float32", "bfloat16"),
+    ):
+        read = load_pretrained(path, **options)
         assert {x.dtype for x in jax.tree.leaves(nnx.state(read))} == {jnp.dtype(param_dtype)}
         assert jax.eval_shape(read, jnp.zeros((1, 2), int))[0].dtype == result
     narrow = load_pretrained(path, param_dtype="bfloat16")
@@ -322,7 +321,6 @@ LARGE_QWEN = Qwen35LanguageModelConfig(
 @pytest.mark.parametrize(
     ("form", "small", "large", "layout", "dtype"),
     [
-        (safetensors_file, RWKV, LARGE_RWKV, "blinkdl", "float32"),
         (torch_file, RWKV, LARGE_RWKV, "blinkdl", "float32"),
         (folder_of_parts, MODELS["Qwen35LanguageModel"], LARGE_QWEN, "hf-file", "bfloat16"),
     ],
