@@ -58,8 +58,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
 
         y ← y + shared(x)    or, with shared_gate,    y ← y + σ(x w_shared) shared(x)
 
-    With `latent_features`, the chosen experts, but not the router and the shared one, read x W_in,
-    and their sum is multiplied by W_out.
+    With `latent_features`, the chosen experts read x W_in, and their weighted sum is multiplied by
+    W_out. The router and the shared expert still read x.
 
     Args:
         features: size of x and y.
@@ -86,8 +86,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
 
     Raises:
         ValueError: a size is not positive, more experts or groups are to be chosen than there are,
-            num_groups does not divide num_experts or leaves groups of a single expert, or a shared
-            gate is asked for without a shared expert.
+            num_groups does not divide num_experts or leaves groups of a single expert, or
+            shared_gate or use_bias concerns nothing that is there.
 
     Layouts: those that the architectures declare, and `experts` (torch_ref.Experts).
 
@@ -130,6 +130,12 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             shared_gate or None,
             unless=shared_features is not None,
             because="without shared_features",
+        )
+        refuse_unused(
+            "use_bias",
+            use_bias or None,
+            unless=shared_features is not None or latent_features is not None,
+            because="without shared_features and latent_features",
         )
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.scores, self.normalize, self.epsilon, self.scale = scores, normalize, epsilon, scale

@@ -78,7 +78,8 @@ class Mamba(SequenceLayer[MambaState]):
 
     Layouts: `mamba` (the mixers of transformers' models and of the package mamba_ssm).
 
-    Source: Gu and Dao 2023 (arXiv 2312.00752); transformers' MambaMixer and FalconMambaMixer.
+    Source: Gu and Dao 2023 (arXiv 2312.00752); transformers' MambaMixer,
+    FalconMambaMixer and JambaMambaMixer.
 
     """
 

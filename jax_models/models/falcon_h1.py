@@ -104,7 +104,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
     mlp_bias: bool = False
     """Whether the projections of the MLPs have biases."""
     mamba_out_bias: bool = False
-    """Whether the last projection of a Mamba-2 has a bias. `mamba_bias` concerns its others."""
+    """Whether the last projection of a Mamba-2 has a bias. `mamba_bias` is for the others."""
     mamba_norm: bool = False
     """Whether a Mamba-2 norms its output."""
     norm_before_gate: bool = True
@@ -124,7 +124,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
     mamba_out_multiplier: float = 1.0
     """The factor by which the outputs of a Mamba-2 are multiplied."""
     mamba_multipliers: tuple[float, ...] = (1.0,) * 5
-    """The factors by which z, u, B, C and Δ of a Mamba-2 are multiplied after their projections."""
+    """The factors of the outputs of the projections to z, u, B, C and Δ in a Mamba-2."""
     mlp_multipliers: tuple[float, ...] = (1.0,) * 2
     """The factors by which the gates of the MLPs, before silu, and their outputs are multiplied."""
 
@@ -143,7 +143,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are its keys, of which Bamba has the same in fewer blocks."""
+        """Whether these are keys of Falcon-H1. Bamba has the same, but one mixer in each block."""
         names = [*keys]
         return super().recognizes(names) and not BambaLanguageModelConfig.recognizes(names)
 
@@ -168,7 +168,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
         return fields
 
     def attention(self, **options: Any) -> SequenceLayer:
-        """Builds the attention. A factor of the keys is one of the scores."""
+        """Builds the attention. Scaling the keys scales the scores by the same factor."""
         head_features = self.head_features or self.features // self.num_heads
         return super().attention(scale=self.key_multiplier / math.sqrt(head_features), **options)
 

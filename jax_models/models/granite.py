@@ -15,6 +15,7 @@ from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     MAMBA2_SIZES,
+    OLDER_KINDS,
     BlockKeys,
     ExpertsConfig,
     ExpertsKeys,
@@ -68,8 +69,6 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
 
 STATE_DICT, _ = model_layouts("model", "norm", _sizes(EXPERTS))
 _, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
-OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
-"""The names that files from before transformers 5 have for the kinds of blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
     }
 
     mlp_features: int = 512
-    """Width of the gated MLPs. Beside experts, the MLP is the shared expert of all tokens."""
+    """Width of the gated MLPs, or in a model with experts of the shared expert."""
     rope_theta: Positive | None = None
     """θ of `ops.rotary`. None: the attention has no positions."""
     embedding_multiplier: float = 1.0
@@ -150,10 +149,10 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
         types = given.get("layer_types", given.get("layers_block_type"))
         if types is None:
             return [LINEAR] * given["num_hidden_layers"]
-        return [OLDER_NAMES.get(kind, kind) for kind in types]
+        return [OLDER_KINDS.get(kind, kind) for kind in types]
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json, which also says so if the model has no experts or positions."""
+        """Returns the config.json, which states if there are no experts or no positions."""
         fields = super().to_hf()
         fields["position_embedding_type"] = "nope" if self.rope_theta is None else "rope"
         if self.rope_theta is None:
@@ -187,7 +186,7 @@ class GraniteLanguageModel(HybridLanguageModel):
 
     The mixer is a `Mamba2`, or in some blocks an `Attention` whose scores are multiplied by
     attention_multiplier. By default, the attention has no positions. The MLP is a `GatedMLP` with
-    silu, or with `num_experts` a mixture of `Experts` and this MLP, which is the shared expert. The
+    silu. With `num_experts`, it is a mixture of `Experts`, whose shared expert is this MLP. The
     head is the token embedding, or a matrix of its own. The multipliers are applied when the model
     runs, so that the weights are those of the checkpoint.
 

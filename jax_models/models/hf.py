@@ -135,9 +135,10 @@ class HFConfig(BlocksConfig):
         for name, part in UNSUPPORTED.items():
             if name not in model.fields and (value := stated.get(name)):
                 value = value.get("quant_method") if isinstance(value, Mapping) else value
+                place = cls.family if cls.hf_experts is None else given["model_type"]
                 raise ValueError(
-                    f"config: {name}: expected none, because {part} are not supported in "
-                    f"{cls.family}, got {value}"
+                    f"config: {name}: expected none, because {part} are not supported in {place}, "
+                    f"got {value}"
                 )
         # Sizes must be stated, because any default would be a guess.
         for name in model.sizes:

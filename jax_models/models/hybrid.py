@@ -39,6 +39,8 @@ FULL = "full_attention"
 """The kind of the blocks with attention."""
 LINEAR = "linear_attention"
 """The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
+OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
+"""The names that files from before transformers 5 have for the kinds of blocks."""
 HEAD = "lm_head.weight"
 
 
@@ -477,7 +479,7 @@ def dense_layers(
     return convert_numbers
 
 
-def _state_features(channels: int, fields: Fields) -> int:
+def state_features(channels: int, fields: Fields) -> int:
     """The convolution has the channels of the heads, and of B and C for each group."""
     inner = fields["mamba_heads"] * fields["mamba_head_features"]
     return (channels - inner) // (2 * fields["num_groups"])
@@ -497,7 +499,7 @@ MAMBA2_SIZES: Mapping[str, Any] = {
         ...,
     ),
     "num_groups": UNDETERMINED,
-    "state_features": rows("mamba.conv1d.weight", _state_features, rank=3),
+    "state_features": rows("mamba.conv1d.weight", state_features, rank=3),
     "kernel_size": (Size("*.mamba.conv1d.weight", 2, rank=3), ...),
     "mamba_bias": has("*.mamba.in_proj.bias"),
     "conv_bias": has("*.mamba.conv1d.bias"),

@@ -217,8 +217,8 @@ class LFM2LanguageModel(HybridLanguageModel):
         x ← x + mixer(norm(x)),   x ← x + mlp(norm(x))
 
     The mixer is a `ShortConvolution` or an `Attention`, which norms the queries and keys of each
-    head. The MLP is a `GatedMLP` with silu, or with `num_experts` a mixture of `Experts` above the
-    lowest `num_dense_layers` blocks. The head is the token embedding, or a matrix of its own.
+    head. The MLP is a `GatedMLP` with silu. With `num_experts`, the blocks from `num_dense_layers`
+    on have a mixture of `Experts` instead. The head is the token embedding, or a matrix of its own.
 
     Args:
         config: the sizes. `LFM2LanguageModelConfig.from_hf` reads them from a config.json.

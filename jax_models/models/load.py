@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS, ModelConfig, architectures
+from jax_models.models.hf import HFConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.silero_vad import SileroVAD
 from jax_models.options import FloatingDtype, checked_options
@@ -170,11 +171,14 @@ def config_of(
         got = next(others, f"another model (it has {some}){own}")
         raise ValueError(f"state_dict: expected one of {names}, got {got}{broken}")
     config = found[0].from_checkpoint(weights, fields, **options)
-    # Most configs are read from the weights alone, so the config.json may contradict them.
-    for field, ours in SIZES.items():
-        size = getattr(config, ours, None)
-        if fields and size is not None and _size(fields, field, size) != size:
-            raise ValueError(f"config.json: {field} is {fields[field]}, the weights have {size}")
+    # Other configs are read from the weights alone, so the config.json may contradict them.
+    if fields and not isinstance(config, HFConfig):
+        for field, ours in SIZES.items():
+            size = getattr(config, ours, None)
+            if size is not None and _size(fields, field, size) != size:
+                raise ValueError(
+                    f"config.json: {field} is {fields[field]}, the weights have {size}"
+                )
     return config
 
 

@@ -72,7 +72,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
 
     @classmethod
     def options_of_mamba_ssm(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        layer = fields.get("ssm_cfg", {})
+        layer = fields.get("ssm_cfg") or {}
         return super().options_of_mamba_ssm(fields) | {
             "num_groups": layer.get("ngroups", 1),
             "dt_limits": layer.get("dt_limit", cls.dt_limits),
@@ -99,7 +99,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are its keys, without those of the other blocks that Nemotron-H has."""
+        """Whether these are keys of Mamba-2, and not of Nemotron-H, which has other blocks, too."""
         names = [*keys]
         return super().recognizes(names) and not NemotronHLanguageModelConfig.recognizes(names)
 

@@ -28,8 +28,10 @@ from jax_models.models.hybrid import (
     FULL,
     HEAD,
     LINEAR,
+    OLDER_KINDS,
     HybridLanguageModel,
     Mamba2HybridConfig,
+    state_features,
 )
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
@@ -39,7 +41,6 @@ MOE, ONLY_MLP = "moe", "mlp"
 """The kinds of the blocks with a mixture of experts and with an MLP."""
 LETTERS = {"M": LINEAR, "*": FULL, "-": ONLY_MLP, "E": MOE}
 """The letters of a `hybrid_override_pattern`."""
-OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
 OLDER_FIELDS = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -49,7 +50,7 @@ OLDER_FIELDS = {
     "mamba_dt_init_floor": "time_step_floor",
     "mamba_dt_limit": "time_step_limit",
 }
-"""The names that older files have for kinds of blocks, and for fields of the config.json."""
+"""The names that older files have for fields of the config.json."""
 MARK = {
     LINEAR: "*.mixer.A_log",
     FULL: "*.mixer.q_proj.weight",
@@ -70,7 +71,7 @@ def _block_types(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
 
 
 def _mlp_bias(checkpoint: Checkpoint, fields: Fields) -> bool:
-    """Whether the MLPs have biases, or the shared experts, of which a model may lack either."""
+    """Whether the MLPs or the shared experts have biases. A model may have only one of the two."""
     parts = "", "shared_experts."
     return any(checkpoint.find(f"*.mixer.{part}up_proj.bias") is not None for part in parts)
 
@@ -80,16 +81,10 @@ def _first(key: str, axis: int, rank: int = 2, convert: Any = lambda size, field
     return Size(f"*.mixer.{key}", axis, rank, convert), ...
 
 
-def _state_features(channels: int, fields: Fields) -> int:
-    """The convolution has the channels of the heads, and of B and C for each group."""
-    inner = fields["mamba_heads"] * fields["mamba_head_features"]
-    return (channels - inner) // (2 * fields["num_groups"])
+def _layout(model: str, up: str, expert_axis: int) -> Layout:
+    """The layout with this prefix, in which experts' first matrices have the key `up`.
 
-
-def _layout(model: str, up: str, down: str, expert_axis: int) -> Layout:
-    """The layout with this prefix, whose experts' matrices have these keys.
-
-    `expert_axis` is the axis of an expert's width in the matrix `up`.
+    `expert_axis` is the axis of an expert's width in this matrix.
     """
     rank = expert_axis + 2
     return Layout(
@@ -107,7 +102,7 @@ def _layout(model: str, up: str, down: str, expert_axis: int) -> Layout:
             "mamba_heads": _first("A_log", 0, 1),
             "mamba_head_features": _first("norm.weight", 0, 1, lambda n, f: n // f["mamba_heads"]),
             "num_groups": UNDETERMINED,
-            "state_features": _first("conv1d.weight", 0, 3, _state_features),
+            "state_features": _first("conv1d.weight", 0, 3, state_features),
             "kernel_size": _first("conv1d.weight", 2, 3),
             "mamba_bias": has("*.mixer.in_proj.bias"),
             "conv_bias": has("*.mixer.conv1d.bias"),
@@ -122,8 +117,8 @@ def _layout(model: str, up: str, down: str, expert_axis: int) -> Layout:
     )
 
 
-STATE_DICT = _layout("model", "experts.up_proj", "experts.down_proj", 1)
-FILE = _layout("backbone", "experts.0.up_proj.weight", "experts.0.down_proj.weight", 0)
+STATE_DICT = _layout("model", "experts.up_proj", 1)
+FILE = _layout("backbone", "experts.0.up_proj.weight", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +224,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
     dt_max: Positive = 0.1
     """The greatest initial Δ."""
     dt_floor: Positive = 1e-4
-    """A Δ that is drawn below this number starts there."""
+    """The lower bound of each initial Δ after it is drawn."""
     epsilon: Positive = 1e-5
     """ε of the norms."""
     rescale_residual: bool = True
@@ -240,7 +235,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
 
     @classmethod
     def layout_keys(cls) -> list[set[str]]:
-        """The keys outside of the blocks and of a Mamba-2, with which the models begin."""
+        """Keys of every model: the embedding, the last norm, and the first block, a Mamba-2."""
         return [
             {layout.embedding, layout.norm, whole_key(layout, MARK[LINEAR])}
             for layout in cls.layouts.values()
@@ -250,7 +245,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHLanguageModelConfig":
         """Reads a config.json with the names of fields of any version."""
         renamed = {OLDER_FIELDS.get(name, name): value for name, value in config.items()}
-        # Without an explicit pattern, `num_hidden_layers` has no meaning in transformers.
+        # transformers ignores `num_hidden_layers`: the list of kinds determines it.
         types = cls.layer_types(renamed)
         return super().from_hf(renamed | {"num_hidden_layers": len(types)})
 
@@ -262,7 +257,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
 
     @classmethod
     def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The product, whatever `expand` is."""
+        """All heads together. transformers ignores `expand`."""
         return given["mamba_num_heads"] * given["mamba_head_dim"]
 
     def inner_to_hf(self) -> dict[str, Any]:
@@ -408,8 +403,9 @@ class NemotronHLanguageModel(HybridLanguageModel):
         x ← x + mixer(norm(x))
 
     The mixer of a block is a `Mamba2`, an `Attention` without positions, an `MLP` with the square
-    of the relu, or a mixture of such `Experts` beside a shared one. A sigmoid router chooses
-    experts with a bias. With `latent_features`, the experts read and write a projection of x.
+    of the relu, or a mixture of such `Experts` beside a shared one. The router scores experts with
+    a sigmoid, and adds a bias to choose among them. With `latent_features`, the experts work on a
+    projection of x, and their sum is projected back.
 
     Args:
         config: the sizes. `NemotronHLanguageModelConfig.from_hf` reads them from a config.json.

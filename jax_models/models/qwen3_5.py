@@ -164,7 +164,7 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
     presets: ClassVar = {"qwen3_5": {}}
 
     mlp_features: int = 512
-    """Width of the gated MLPs. Beside experts, the MLP is the shared expert of all tokens."""
+    """Width of the gated MLPs, or in a model with experts of the shared expert."""
     rotary_fraction: float = 0.25
     """The fraction of each head that rotary positions rotate."""
 
@@ -214,8 +214,8 @@ class Qwen35LanguageModel(HybridLanguageModel):
 
     The mixer is a `GatedDeltaNet`, or in every fourth block an `Attention` with an output gate and
     normed queries and keys, a part of which is rotated. All these norms multiply by 1 + scale. The
-    MLP is a `GatedMLP` with silu, or with `num_experts` a mixture of `Experts` and this MLP, which
-    is the shared expert and has a gate. The head is the token embedding, or a matrix of its own.
+    MLP is a `GatedMLP` with silu. With `num_experts`, it is a mixture of `Experts`, whose shared
+    expert is this MLP and has a gate. The head is the token embedding, or a matrix of its own.
 
     Args:
         config: the sizes. `Qwen35LanguageModelConfig.from_hf` reads them from a config.json.

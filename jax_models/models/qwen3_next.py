@@ -90,7 +90,8 @@ class Qwen3NextLanguageModelConfig(Qwen35LanguageModelConfig):
     def __post_init__(self):
         super().__post_init__()
         numbers = self.dense_layers
-        if not isinstance(numbers, list | tuple) or not all(i in range(2**31) for i in numbers):
+        is_list = isinstance(numbers, list | tuple)
+        if not is_list or any(type(i) is not int or i < 0 for i in numbers):
             raise ValueError(f"dense_layers: expected the numbers of blocks, got {numbers!r}")
         object.__setattr__(self, "dense_layers", tuple(numbers))
 

@@ -82,7 +82,7 @@ class StateSpaceConfig(HFConfig):
     dt_max: Positive = 0.1
     """The greatest initial Δ."""
     dt_floor: Positive = 1e-4
-    """A Δ that is drawn below this number starts there."""
+    """The lower bound of each initial Δ after it is drawn."""
     epsilon: Positive = 1e-5
     """ε of the norms."""
     tied_head: bool = False
@@ -111,18 +111,23 @@ class StateSpaceConfig(HFConfig):
             ValueError: the model has parts that ours lack, such as attention.
 
         """
-        layer = fields.get("ssm_cfg", {})
+        layer = fields.get("ssm_cfg") or {}
         unknown = {
             "attn_layer_idx": fields.get("attn_layer_idx"),
             "d_intermediate": fields.get("d_intermediate"),
-            "D_has_hdim": layer.get("D_has_hdim"),
-            "norm_before_gate": layer.get("norm_before_gate"),
+            "ssm_cfg.D_has_hdim": layer.get("D_has_hdim"),
+            "ssm_cfg.norm_before_gate": layer.get("norm_before_gate"),
         }
         for name, value in unknown.items():
             if value:
                 raise ValueError(f"config.json: {name}: expected none, got {value}")
-        if not layer.get("rmsnorm", True) or not fields.get("rms_norm", True):
-            raise ValueError("config.json: rms_norm: expected True, got False")
+        norms = {
+            "rms_norm": fields.get("rms_norm", True),
+            "ssm_cfg.rmsnorm": layer.get("rmsnorm", True),
+        }
+        for name, value in norms.items():
+            if not value:
+                raise ValueError(f"config.json: {name}: expected True, got {value}")
         return {"residual_in_float32": fields.get("residual_in_fp32", True)}
 
     def to_hf(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from torch import Tensor, nn
 
 import torch_ref
@@ -87,13 +88,18 @@ CASES = [
 def biased_weights(weigh):
     """Computes the weights from the scores after the bias is added."""
     return lambda experts, scores, chosen: weigh(
-        experts, scores + experts.expert_bias[...][None], chosen
+        experts, scores + experts.expert_bias[...].astype(scores.dtype)[None], chosen
     )
 
 
 def without_bias(layer):
     """Chooses experts by their scores alone."""
     layer.experts.expert_bias[...] *= 0
+
+
+def without_output(_):
+    """Forgets the shared expert."""
+    return lambda experts, x: jnp.zeros_like(x)
 
 
 def without_gate(_):

@@ -83,7 +83,7 @@ MUTATIONS = [
     forward("logits not multiplied", plant=with_multiplier("head_multiplier"), culprit=""),
     forward("multipliers of z and u exchanged", plant=edited(multipliers_exchanged), culprit=mamba),
     forward(
-        "multiplier of the Mamba-2 before the norm",
+        "input of the Mamba-2 not multiplied",
         plant=with_multiplier("mamba_in_multiplier", block=1),
     ),
     forward(
@@ -92,7 +92,7 @@ MUTATIONS = [
         culprit=block,
     ),
     forward(
-        "multiplier of the attention before the norm",
+        "input of the attention not multiplied",
         plant=with_multiplier("attention_in_multiplier", block=1),
     ),
     forward(

@@ -3,10 +3,9 @@
 import dataclasses
 from functools import partial
 
-import jax.numpy as jnp
-
 from jax_models import GraniteLanguageModelConfig
 from parity_tests.registry.case import paired
+from parity_tests.registry.experts import without_output
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -71,11 +70,6 @@ def with_multiplier(name: str, value: float):
         model.config = dataclasses.replace(model.config, **{name: value})
 
     return edited(edit)
-
-
-def without_output(_):
-    """Forgets the shared MLP."""
-    return lambda experts, x: jnp.zeros_like(x)
 
 
 forward = partial(Mutation, case=CASE, kind="forward")

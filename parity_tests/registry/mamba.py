@@ -62,7 +62,7 @@ def input_not_scaled(selective_scan):
 
 
 def relu_for_softplus(softplus):
-    """Lets Δ be zero."""
+    """Computes Δ with relu."""
     return jax.nn.relu
 
 
@@ -79,7 +79,7 @@ def norms_forgotten(layer):
 OPERATOR = "jax_models.ops.selective_scan"
 MUTATIONS = [
     Mutation("B and C exchanged", "Mamba", "forward", replaced(OPERATOR, keys_exchanged)),
-    Mutation("Δ u without Δ", "Mamba", "forward", replaced(OPERATOR, input_not_scaled)),
+    Mutation("u not multiplied by Δ", "Mamba", "forward", replaced(OPERATOR, input_not_scaled)),
     Mutation(
         "relu for softplus",
         "Mamba",

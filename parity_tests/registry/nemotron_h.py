@@ -3,10 +3,9 @@
 import dataclasses
 from functools import partial
 
-import jax.numpy as jnp
-
 from jax_models import NemotronHLanguageModelConfig
 from parity_tests.registry.case import paired
+from parity_tests.registry.experts import biased_weights, without_output
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -62,20 +61,8 @@ CASES = [
 ]
 
 
-def without_output(_):
-    """Forgets the shared expert."""
-    return lambda experts, x: jnp.zeros_like(x)
-
-
-def biased_weights(weigh):
-    """Weighs the experts with the bias that should only choose them."""
-    return lambda experts, scores, chosen: weigh(
-        experts, scores + experts.expert_bias[...].astype(scores.dtype)[None], chosen
-    )
-
-
 def factor_after_projection(model):
-    """Multiplies by the factor after the experts' outputs are projected, and so the bias, too."""
+    """Applies the factor after the output projection, and so to its bias, too."""
     experts = model.blocks[1].mixer
     experts.latent_out.scale, experts.scale = experts.scale, 1.0
 

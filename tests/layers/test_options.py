@@ -282,6 +282,7 @@ REFUSED = [
             ("Experts", {"groups_per_token": 2}),
             ("Experts", {"experts_per_token": 9, "num_groups": 16, "groups_per_token": 2}),
             ("Experts", {"shared_gate": True}),
+            ("Experts", {"use_bias": True}),
             ("ShortConvolution", {"bias_init": nnx.initializers.zeros}),
             ("RGLRU", {"epsilon": 1e-6, "parameterization": "direct"}),
             ("RGLRU", {"parameterization": "direct", "num_blocks": 2}),

@@ -202,7 +202,8 @@ def run(installed):
 
 @pytest.mark.slow
 def test_it_is_in_the_report(run):
-    shown = run("-m", "parity_tests", "--platform", "cpu", "--case", "Plain", "--mutations")
+    cases = ["--case", "PlainBlock", "--case", "PlainLanguageModel"]
+    shown = run("-m", "parity_tests", "--platform", "cpu", "--mutations", *cases)
     assert "PlainBlock" in shown
     assert "PlainLanguageModel" in shown
     assert "planted faults: 1 of 1 caught" in shown

@@ -44,7 +44,7 @@ def fields_without_shape(config):
     told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}
     told |= {"vocab_size", "features", "num_layers"}
     told -= {"implicit", "num_heads"} if isinstance(config, GPModelConfig) else set()
-    told -= {"experts_per_token"}  # it is read only from checkpoints without experts
+    told -= {"experts_per_token"}  # undetermined if the model has experts
     return {name: value for name, value in vars(config).items() if name not in told}
 
 

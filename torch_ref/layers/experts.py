@@ -20,7 +20,8 @@ class Experts(nn.Module):
 
     A group is rated by the sum of its two largest s + expert_bias. Without `normalize`, w_e = scale
     · s_e. expert_bias, groups, the shared expert and its gate are optional. With `latent_features`,
-    expert_e(x) is read as expert_e(x W_in + b_in), and Σ … W_out + b_out replaces the sum.
+    the experts read x W_in + b_in, and their weighted sum is mapped by W_out and b_out. The router
+    and the shared expert still read x.
     """
 
     def __init__(

@@ -61,9 +61,9 @@ def selective_scan(
         C: the keys with which the state is read.
         state: h before the first step. None: zero.
         method: the form that runs. "definition" is a plain `lax.scan`, whose backward pass stores
-            all states. "chunked" stores one of at most 32 states, and computes the others again.
-            "auto" is chunked unless the number of steps is symbolic. `ops.forms_of` shows the
-            choice.
+            all states. "chunked" stores one state for each chunk of at most 32 steps, and computes
+            the others again. "auto" is chunked unless the number of steps is symbolic.
+            `ops.forms_of` shows the choice.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             from zero, and once from the state after the devices before it.

@@ -31,7 +31,7 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.rows import steps_first
 
 CHUNK = 32
-"""The most steps of a chunk. The states of a chunk fit into a CPU's cache for many sizes."""
+"""The largest number of steps in a chunk, whose states fit into a CPU's cache for many sizes."""
 
 
 class Inputs(NamedTuple):
@@ -102,7 +102,7 @@ def _tangent(size: int, residuals, tangents: Inputs) -> Results:
 
 
 def _gradient(size: int, residuals, gradients: Results) -> Inputs:
-    """Runs the chunks backwards, each after its states were computed again."""
+    """Runs the chunks backwards, and first computes the states of each again."""
     (steps, A, _), starts, reset = residuals
     of_y, of_last = gradients
 
