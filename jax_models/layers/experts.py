@@ -48,11 +48,11 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
     depend on other tokens. Because of the normalization, w is the softmax of the chosen experts'
     logits.
 
-    The published models differ in their routers. Those of DeepSeek-V3, LFM2 and Nemotron have the
-    scores s = σ(x W_router), and choose the experts with the largest s + expert_bias. The bias does
-    not enter w. It is a `Constant`, because it is balanced by other means than gradients. If the
-    experts are in groups, a group is rated by the sum of its two largest s + expert_bias, and the
-    experts are chosen from the best `groups_per_token` groups.
+    With `scores="sigmoid"`, s = σ(x W_router). With `use_expert_bias`, the chosen experts are those
+    with the largest s + expert_bias. The bias does not enter w. It is a `Constant`, because it is
+    balanced by other means than gradients. If the experts are in groups, a group is rated by the
+    sum of its two largest s + expert_bias, and the experts are chosen from the best
+    `groups_per_token` groups.
 
     The shared expert is an MLP that all tokens go through. Its output is added to y:
 

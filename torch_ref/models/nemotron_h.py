@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch_ref.layers.attention import Attention
 from torch_ref.layers.mlp import MLP
 from torch_ref.models.hybrid import State, mamba2_of
+from torch_ref.models.state_space import Backbone
 
 
 class NemotronHRouter(nn.Module):
@@ -116,23 +117,6 @@ class NemotronHBlock(nn.Module):
         return x + y, state
 
 
-class Backbone(nn.Module):
-    """Token embedding → blocks → RMSNorm."""
-
-    def __init__(self, config: Any):
-        super().__init__()
-        self.embeddings = nn.Embedding(config.vocab_size, config.features)
-        self.layers = nn.ModuleList(NemotronHBlock(config, kind) for kind in config.mixings)
-        self.norm_f = nn.RMSNorm(config.features, eps=config.epsilon)
-
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        x, states = self.embeddings(tokens), []
-        for i, layer in enumerate(self.layers):
-            x, last = layer(x, None if state is None else state[i])
-            states.append(last)
-        return self.norm_f(x), tuple(states)
-
-
 class NemotronHLanguageModel(nn.Module):
     """The backbone → Linear."""
 
@@ -140,7 +124,7 @@ class NemotronHLanguageModel(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.model = Backbone(config)
+        self.model = Backbone(config, [NemotronHBlock(config, kind) for kind in config.mixings])
         self.lm_head = nn.Linear(config.features, config.vocab_size, bias=False)
 
     @classmethod

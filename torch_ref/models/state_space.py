@@ -1,7 +1,8 @@
-"""What the language models of Mamba and Mamba-2 share, in plain PyTorch."""
+"""What the language models of Mamba, Mamba-2 and Nemotron-H share, in plain PyTorch."""
 
 __all__: list[str] = []  # only the modules of the models import it
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +24,12 @@ class StateSpaceBlock(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Token embedding → a block for each mixer → RMSNorm."""
+    """Token embedding → blocks → RMSNorm."""
 
-    def __init__(self, config: Any, mixers: list[nn.Module]):
+    def __init__(self, config: Any, blocks: Iterable[nn.Module]):
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.features)
-        self.layers = nn.ModuleList(StateSpaceBlock(config, mixer) for mixer in mixers)
+        self.layers = nn.ModuleList(blocks)
         self.norm_f = nn.RMSNorm(config.features, eps=config.epsilon)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -50,7 +51,8 @@ class StateSpaceLanguageModel(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.backbone = Backbone(config, [self.mixer(config) for _ in range(config.num_layers)])
+        blocks = [StateSpaceBlock(config, self.mixer(config)) for _ in range(config.num_layers)]
+        self.backbone = Backbone(config, blocks)
         self.lm_head = nn.Linear(config.features, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.backbone.embeddings.weight
