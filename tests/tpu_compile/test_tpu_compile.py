@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -197,9 +198,11 @@ def pretend(folder, version):
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code next to the command in another process, which may load libtpu."""
+    """Runs code next to the command in another process, which may load libtpu and compiles fast."""
     head = "import sys\nfrom tpu_compile import __main__ as command\n"
-    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True)
+    env = os.environ | {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
+    command = [sys.executable, "-c", head + code]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 @pytest.mark.slow
