@@ -300,7 +300,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             stack = namespace(kernels[0]).concat(stack, axis=1)
             return tuple(stack) if is_of_one else (stack,)
 
-        return Weight(tuple(params), tuple(keys), to_jax, to_torch)
+        return Weight(tuple(params), tuple(keys), to_jax, to_torch, stacks=True)
 
     def torch_layouts(self) -> Layouts:
         """`experts`: the keys of torch_ref.Experts; and those that the architectures declare."""
