@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jax_models import ops
@@ -20,6 +21,7 @@ from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, whole
 from jax_models.ops.affine import product
 from jax_models.ops.linear_map import linear_map
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.options import CheckedOptions, MatrixOptions, refuse_unused, with_inits
 from jax_models.weights import Layouts, SharedLayer, Table, Weight, linear, nested, same, transposed
 from jax_models.weights.constant import Constant
@@ -60,6 +62,9 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
 
     With `latent_features`, the chosen experts read x W_in, and their weighted sum is multiplied by
     W_out. The router and the shared expert still read x.
+
+    On a mesh that divides the matrices by expert, call `nnx.view(experts, experts_axis="model")`
+    under `jax.set_mesh`. Otherwise, XLA gathers the matrices of all experts on each device.
 
     Args:
         features: size of x and y.
@@ -142,6 +147,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         self.num_groups, self.groups_per_token = num_groups, groups_per_token
         self.activation: MLPActivation = activation
         self.dtype = options.get("dtype")
+        self.experts_axis: str | None = None
         # The router and its bias.
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
         init = options.get("kernel_init") or lecun_normal
@@ -170,6 +176,16 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         self.latent_out = None if latent is None else Linear(latent, features, **matrix)
         matrix = with_inits(options, lecun_normal, None, use_bias=False)
         self.shared_gate = Linear(features, 1, **matrix) if shared_gate else None
+
+    def set_view(self, experts_axis: str | None = None) -> None:
+        """Sets an option in a view: `nnx.view` calls this method.
+
+        Args:
+            experts_axis: the mesh axis over which the experts are divided. Each device runs its own
+                experts, and the results of all devices are added up. It must divide `num_experts`.
+
+        """
+        self.experts_axis = experts_axis or self.experts_axis
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         """Applies the chosen experts, and the shared one, to the last axis of x."""
@@ -234,32 +250,58 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         chosen: Int[Array, "tokens chosen"],
     ) -> Float[Array, "tokens features"]:
         """Returns the weighted sums of the outputs of the chosen experts, in at least float32."""
+        gate = None if self.gate_kernel is None else self.gate_kernel[...]
+        kernels = Kernels(gate, self.up_kernel[...], self.down_kernel[...])
+        axis = self.experts_axis
+        if axis is None:
+            return self.mixture_of(kernels, x, weights, chosen)
+
+        # A number that no expert of a device has is larger than theirs, as for its last pairs.
+        def of_device(kernels: Kernels, x: Array, weights: Array, chosen: Array):
+            count = len(kernels.up)
+            own = chosen - count * lax.axis_index(axis)
+            own = jnp.where((own >= 0) & (own < count), own, count)
+            x, weights, own = match_varying_axes((x, weights, own))
+            return lax.psum(self.mixture_of(kernels, x, weights, own), axis)
+
+        specs = jax.tree.map(lambda _: P(axis), kernels), P(), P(), P()
+        divided = jax.shard_map(of_device, in_specs=specs, out_specs=P(), axis_names={axis})
+        return divided(kernels, x, weights, chosen)
+
+    def mixture_of(
+        self,
+        kernels: "Kernels",
+        x: Float[Array, "tokens features"],
+        weights: Float[Array, "tokens chosen"],
+        chosen: Int[Array, "tokens chosen"],
+    ) -> Float[Array, "tokens features"]:
+        """Like `mixture`, with these matrices. The output of an expert without one is zero."""
         # Sort the pairs of a token and an expert by expert, and run all experts at once.
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert)
         sorting = Sorting(order, jnp.argsort(order))
-        sizes = jnp.bincount(expert, length=self.num_experts)
+        sizes = jnp.bincount(expert, length=len(kernels.up))
         count = self.experts_per_token
-        y = self.run_experts(linear_map(to_experts, to_tokens, sorting, x, count), sizes)
+        y = self.run_experts(kernels, linear_map(to_experts, to_tokens, sorting, x, count), sizes)
         # Weigh the outputs, and add up those of each token.
         y = y.astype(weights.dtype) * weights.reshape(-1)[order][:, None]
         return linear_map(to_tokens, to_experts, sorting, y, count)
 
     def run_experts(
-        self, x: Float[Array, "pairs features"], sizes: Int[Array, " experts"]
+        self, kernels: "Kernels", x: Float[Array, "pairs features"], sizes: Int[Array, " experts"]
     ) -> Float[Array, "pairs features"]:
         """Runs the experts, each on its rows of x: the first `sizes[0]`, the next `sizes[1]`, ….
 
         `(silu(x W_gate) ⊙ x W_up) W_down`, or without a gate `silu(x W_up) W_down`.
         """
         activation = ACTIVATIONS[self.activation]
-        up = ops.grouped_dot(x, self.up_kernel[...].astype(x.dtype), sizes)
-        if self.gate_kernel is None:
+        gate_kernel, up_kernel, down_kernel = jax.tree.map(lambda w: w.astype(x.dtype), kernels)
+        up = ops.grouped_dot(x, up_kernel, sizes)
+        if gate_kernel is None:
             hidden = activation(up)
         else:
-            gate = ops.grouped_dot(x, self.gate_kernel[...].astype(x.dtype), sizes)
-            hidden = activation(gate) * up
-        return ops.grouped_dot(hidden, self.down_kernel[...].astype(x.dtype), sizes)
+            hidden = activation(ops.grouped_dot(x, gate_kernel, sizes)) * up
+        return ops.grouped_dot(hidden, down_kernel, sizes)
 
     mesh_axes = first_axis("experts", "gate_kernel", "up_kernel", "down_kernel") | whole(
         "router_kernel", "shared_gate", "latent_in", "latent_out"
@@ -320,6 +362,14 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             table += linear("latent_in", "latent_in", bias=bias)
             table += linear("latent_out", "latent_out", bias=bias)
         return super().torch_layouts() | {"experts": table}
+
+
+class Kernels(NamedTuple):
+    """The matrices of the experts, or of those of one device."""
+
+    gate: Float[Array, "experts features hidden"] | None
+    up: Float[Array, "experts features hidden"]
+    down: Float[Array, "experts hidden features"]
 
 
 class Sorting(NamedTuple):

@@ -255,7 +255,8 @@ from tpu_compile import sharded
 shared = {"vocab_size": 2048, "features": 256, "mlp_features": 4096}
 heads = {"head_features": 64, "num_key_heads": 8, "num_value_heads": 8}
 heads |= {"key_features": 64, "value_features": 64}
-sizes = {"Qwen3.5-0.8B": {"num_layers": 4, **heads}, "LFM2-350M": {"num_layers": 3}}
+experts = {"num_dense_layers": 1, "num_experts": 16, "expert_features": 512}
+sizes = {"Qwen3.5-0.8B": {"num_layers": 4, **heads}, "LFM2-350M": {"num_layers": 3, **experts}}
 small = {
     name: dataclasses.replace(config, **shared, **sizes[name])
     for name, config in sharded.published_models(remat="full").items()

@@ -114,6 +114,8 @@ class Trainer:
         self.specs = param_specs(model, mesh, fully_sharded=fully_sharded)
         # Inside `shard_map`, the layers see one device's part of a batch and of the parameters.
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
+        if mesh.shape[MODEL] > 1:
+            view = nnx.view(view, experts_axis=MODEL, raise_if_not_found=False)
         if (count := mesh.shape[SEQUENCE]) > 1:
             try:
                 view = nnx.view(view, time_axis=SEQUENCE, raise_if_not_found=False)
