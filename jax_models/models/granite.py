@@ -12,12 +12,13 @@ from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Size
 from jax_models.models.hybrid import (
+    BALANCE_FIELDS,
     FULL,
     LINEAR,
     MAMBA2_SIZES,
     OLDER_KINDS,
+    BalancedExpertsConfig,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
@@ -72,7 +73,7 @@ _, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
 
 
 @dataclasses.dataclass(frozen=True)
-class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
+class GraniteLanguageModelConfig(Mamba2HybridConfig, BalancedExpertsConfig):
     """The config of Granite 4. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls these models `granitemoehybrid`.
@@ -99,6 +100,7 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_features",
+        **BALANCE_FIELDS,
         **{name: name for name in (*MULTIPLIERS, "logits_scaling")},
     }
     hf_sizes: ClassVar = (

@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
-from jax_models.layers.experts import Experts
+from jax_models.layers.experts import Experts, load_balancing_loss
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
 from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
-from jax_models.layers.residual import ResidualBlock
+from jax_models.layers.residual import Map, ResidualBlock
 from jax_models.models.architecture import (
     UNDETERMINED,
     Checkpoint,
@@ -31,6 +32,7 @@ from jax_models.models.architecture import (
 )
 from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
+from jax_models.ops import Rows
 from jax_models.options import Index, LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
@@ -202,6 +204,31 @@ class ExpertsConfig(HybridConfig):
     def experts(self, **options: Any) -> Experts:
         sizes = self.features, self.expert_features, self.num_experts, self.experts_per_token
         return Experts(*sizes, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class BalancedExpertsConfig(ExpertsConfig):
+    """The base class of the configs of hybrids whose training may balance the experts."""
+
+    balance_experts: bool = False
+    """Whether training adds the loss that balances the load of the experts, `model.losses`."""
+    balance_coefficient: float = 0.001
+    """The factor of this loss."""
+
+    @property
+    def tracks_load(self) -> bool:
+        """Whether the model has this loss."""
+        return self.balance_experts and self.balance_coefficient != 0 and self.num_experts > 0
+
+    def experts(self, **options: Any) -> Experts:
+        return super().experts(track_load=self.tracks_load, **options)
+
+
+BALANCE_FIELDS = {
+    "output_router_logits": "balance_experts",
+    "router_aux_loss_coef": "balance_coefficient",
+}
+"""The fields of a config.json that have the values of a `BalancedExpertsConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,6 +404,10 @@ class HybridBlock(ResidualBlock[Any]):
         self.mlp_norm = norm(features, **norm_options(options))
         self.mlp = mlp(**options)
 
+    def mlp_of(self, rows: Rows) -> Map:
+        """The MLP or the experts, which are told which tokens are padding."""
+        return partial(self.mlp, active=rows.active) if isinstance(self.mlp, Experts) else self.mlp
+
     def torch_layouts(self) -> Layouts:
         """The layouts of `keys`."""
         mixer_layouts = self.mixer.torch_layouts()
@@ -419,6 +450,14 @@ class HybridLanguageModel(LanguageModel):
             norm=config.norm(config.features, epsilon=config.epsilon, **options),
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
+
+    @property
+    def losses(self) -> dict[str, Float[Array, ""]]:
+        """The loss that balances the experts of a `BalancedExpertsConfig`, times its factor."""
+        config = self.config
+        if not isinstance(config, BalancedExpertsConfig) or not config.tracks_load:
+            return super().losses
+        return {"balance_loss": config.balance_coefficient * load_balancing_loss(self)}
 
 
 def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:

@@ -14,10 +14,11 @@ from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
+    BALANCE_FIELDS,
     FULL,
     LINEAR,
+    BalancedExpertsConfig,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
@@ -90,6 +91,7 @@ EXPERTS_FIELDS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
     "moe_intermediate_size": "expert_features",
+    **BALANCE_FIELDS,
 }
 DEFAULTS = {
     "head_dim": 256,
@@ -121,7 +123,7 @@ QWEN35_MOE = HFModel(
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
+class Qwen35LanguageModelConfig(GatedDeltaNetConfig, BalancedExpertsConfig):
     """The config of Qwen3.5. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls the models with experts `qwen3_5_moe`.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from optax import softmax_cross_entropy_with_integer_labels
 from peers import (
     assert_close,
     assert_same_logits_and_gradients,
@@ -377,6 +378,34 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
     twin.load_state_dict(hf.state_dict())
     with torch.no_grad():
         assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("Qwen3.5 with experts", [70, 51]),
+        ("Qwen3-Next", None),
+        ("Granite 4 with experts", [70, 51]),
+    ],
+)
+def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
+    """It is added to that of the tokens, and padding does not count."""
+    hf = built(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    mask = np.arange(TOKENS.shape[1]) < np.reshape(lengths or [70, 70], (2, 1))
+
+    def call_transformers(model, tokens):
+        options = {} if lengths is None else {"attention_mask": torch.as_tensor(mask).long()}
+        labels = tokens.masked_fill(~torch.as_tensor(mask), -100)
+        return model(tokens, labels=labels, use_cache=False, **options).loss
+
+    def call(port, tokens):
+        port = nnx.view(port, deterministic=False)
+        logits, _ = port(tokens, lengths=None if lengths is None else np.asarray(lengths))
+        losses = softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return losses.mean(where=mask[:, 1:]) + sum(port.losses.values())
+
+    load = partial(from_weights, config=config_of({}, hf.config.to_dict()))
+    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
 
 
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
