@@ -29,7 +29,7 @@ SIZES = {
     "mlp_bias": has("*.feed_forward.gate_proj.bias"),
     **MAMBA2_SIZES,
 }
-LAYOUT, FILE = model_layouts("model", "final_layernorm", SIZES, blocks_layout="hf")
+LAYOUT, FILE = model_layouts("model", "final_layernorm", SIZES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,6 @@ LAYOUT, FILE = model_layouts(
         "mamba_out_bias": has("*.mamba.out_proj.bias"),
         "mamba_norm": has("*.mamba.norm.weight"),
     },
-    blocks_layout="hf",
 )
 
 

@@ -427,21 +427,29 @@ def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
 
 
 def model_layouts(
-    model: str, norm: str, sizes: Mapping[str, Any], **options: Any
+    model: str,
+    norm: str,
+    sizes: Mapping[str, Any],
+    file_sizes: Mapping[str, Any] | None = None,
+    blocks_layout: str = "hf",
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
-    If the head is tied, files leave out its key.
+    If the head is tied, files leave out its key. With `file_sizes`, the blocks have other keys in
+    files: their layout is `blocks_layout` with the ending `-file`.
     """
     layout = Layout(
         f"{model}.embed_tokens.weight",
         f"{model}.layers",
         f"{model}.{norm}.weight",
         HEAD,
-        sizes={**sizes},
-        **options,
+        blocks_layout=blocks_layout,
+        sizes=sizes,
     )
-    return layout, layout._replace(repeats_embedding=False)
+    file = layout._replace(repeats_embedding=False)
+    if file_sizes is not None:
+        file = file._replace(blocks_layout=f"{blocks_layout}-file", sizes=file_sizes)
+    return layout, file
 
 
 def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int = 2) -> Any:

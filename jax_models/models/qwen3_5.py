@@ -81,10 +81,8 @@ SIZES = {
     "tied_head": tied_head,
 }
 STACKED, SINGLE = SIZES | experts_sizes(EXPERTS), SIZES | experts_sizes(FILE_EXPERTS)
-TEXT, _ = model_layouts("model", "norm", STACKED, blocks_layout="hf")
-_, TEXT_FILE = model_layouts("model", "norm", SINGLE, blocks_layout="hf-file")
-WHOLE, _ = model_layouts("model.language_model", "norm", STACKED, blocks_layout="hf")
-_, WHOLE_FILE = model_layouts("model.language_model", "norm", SINGLE, blocks_layout="hf-file")
+TEXT, TEXT_FILE = model_layouts("model", "norm", STACKED, SINGLE)
+WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", STACKED, SINGLE)
 HF_FIELDS = GatedDeltaNetConfig.hf_fields | {"partial_rotary_factor": "rotary_fraction"}
 EXPERTS_FIELDS = {
     "num_experts": "num_experts",
