@@ -16,10 +16,10 @@ from jax_models.models.bamba import BambaLanguageModelConfig
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
-    MAMBA2_SIZES,
     BlockKeys,
     HybridLanguageModel,
     Mamba2HybridConfig,
+    mamba2_sizes,
     model_layouts,
 )
 from jax_models.options import LayerOptions, NormOptions
@@ -47,7 +47,7 @@ LAYOUT, FILE = model_layouts(
         "mlp_features": Size("*.feed_forward.gate_proj.weight", 0, rank=2),
         "mlp_bias": has("*.feed_forward.gate_proj.bias"),
         **dict.fromkeys(MULTIPLIERS.values(), UNDETERMINED),
-        **MAMBA2_SIZES,
+        **mamba2_sizes("self_attn", "mamba"),
         "block_types": kinds_by_key("*.mamba.A_log", HYBRID, FULL),
         "mamba_out_bias": has("*.mamba.out_proj.bias"),
         "mamba_norm": has("*.mamba.norm.weight"),
@@ -240,13 +240,11 @@ class FalconH1Mixer(SequenceLayer[FalconH1State]):
 
     def torch_layouts(self) -> Layouts:
         """`falcon_h1`: the keys of the two mixers in transformers' FalconH1DecoderLayer."""
-        mamba = self.mamba.torch_layouts()["mamba2"]
-        # The attention has no norms, so no weight has the last two keys.
-        attention = self.attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")
+        mamba, attention = self.mamba.torch_layouts(), self.attention.torch_layouts()
         return {
             "falcon_h1": [
-                *nested(mamba, "mamba", "mamba"),
-                *nested(attention, "attention", "self_attn"),
+                *nested(mamba["mamba2"], "mamba", "mamba"),
+                *nested(attention["llama"], "attention", "self_attn"),
             ]
         }
 

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
-from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Size
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
-    MAMBA2_SIZES,
     OLDER_KINDS,
     BlockKeys,
     ExpertsConfig,
@@ -23,6 +21,7 @@ from jax_models.models.hybrid import (
     HybridLanguageModel,
     Mamba2HybridConfig,
     experts_sizes,
+    mamba2_sizes,
     model_layouts,
 )
 from jax_models.options import LayerOptions, NormOptions
@@ -54,7 +53,7 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     mlp = ("shared_mlp", PROJECTIONS, experts)
     return {
         LINEAR: BlockKeys("mamba", *NORMS, "mamba2", *mlp),
-        FULL: BlockKeys("self_attn", *NORMS, "granite", *mlp),
+        FULL: BlockKeys("self_attn", *NORMS, "llama", *mlp),
     }
 
 
@@ -63,7 +62,7 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
         "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
         **experts_sizes(experts),
         **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
-        **MAMBA2_SIZES,
+        **mamba2_sizes("self_attn", "mamba"),
     }
 
 
@@ -209,14 +208,6 @@ class GraniteLanguageModel(HybridLanguageModel):
     def unembed(self, x):
         """Maps the normalized output of the blocks to logits, and divides them."""
         return super().unembed(x) / self.config.logits_scaling
-
-
-@layouts_of(Attention)
-def attention_layouts(attention: Attention) -> Layouts:
-    """`granite`: the keys of transformers' GraniteMoeHybridAttention, which has no norms."""
-    if attention.qk_norm is not None:
-        return {}
-    return {"granite": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 @layouts_of(GatedMLP)

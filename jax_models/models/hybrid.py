@@ -33,7 +33,7 @@ from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import Index, LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, linear, nested, rms_norm
+from jax_models.weights import Layouts, Table, layouts_of, linear, nested, rms_norm
 
 FULL = "full_attention"
 """The kind of the blocks with attention."""
@@ -487,30 +487,56 @@ def dense_layers(
     return convert_numbers
 
 
-def state_features(channels: int, fields: Fields) -> int:
-    """The convolution has the channels of the heads, and of B and C for each group."""
-    inner = fields["mamba_heads"] * fields["mamba_head_features"]
-    return (channels - inner) // (2 * fields["num_groups"])
+def state_features(heads: str, head_features: str) -> Callable[[int, Fields], int]:
+    """Computes the size of a Mamba-2's state from the number of channels of its convolution.
+
+    The convolution has the channels of the heads, and of B and C for each group. The fields of the
+    config have these names.
+    """
+
+    def convert(channels: int, fields: Fields) -> int:
+        inner = fields[heads] * fields[head_features]
+        return (channels - inner) // (2 * fields["num_groups"])
+
+    return convert
 
 
-MAMBA2_SIZES: Mapping[str, Any] = {
-    "block_types": kinds_by_key("*.mamba.A_log", LINEAR, FULL),
-    "num_heads": UNDETERMINED,
-    "head_features": rows(
-        "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
-    ),
-    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-    "attention_bias": has("*.self_attn.q_proj.bias"),
-    "mamba_heads": rows("mamba.A_log", rank=1),
-    "mamba_head_features": (
-        Size("*.mamba.out_proj.weight", 1, 2, lambda size, fields: size // fields["mamba_heads"]),
-        ...,
-    ),
-    "num_groups": UNDETERMINED,
-    "state_features": rows("mamba.conv1d.weight", state_features, rank=3),
-    "kernel_size": (Size("*.mamba.conv1d.weight", 2, rank=3), ...),
-    "mamba_bias": has("*.mamba.in_proj.bias"),
-    "conv_bias": has("*.mamba.conv1d.bias"),
-    "tied_head": tied_head,
-}
-"""The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width."""
+def mamba2_sizes(attention: str, mamba: str) -> dict[str, Any]:
+    """The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width.
+
+    The two mixers have these names in the keys of a block.
+    """
+    states = state_features("mamba_heads", "mamba_head_features")
+    return {
+        "block_types": kinds_by_key(f"*.{mamba}.A_log", LINEAR, FULL),
+        "num_heads": UNDETERMINED,
+        "head_features": rows(
+            f"{attention}.q_proj.weight", lambda size, fields: size // fields["num_heads"]
+        ),
+        "num_kv_heads": rows(f"{attention}.k_proj.weight", heads_of()),
+        "attention_bias": has(f"*.{attention}.q_proj.bias"),
+        "mamba_heads": rows(f"{mamba}.A_log", rank=1),
+        "mamba_head_features": (
+            Size(
+                f"*.{mamba}.out_proj.weight",
+                1,
+                rank=2,
+                convert=lambda size, fields: size // fields["mamba_heads"],
+            ),
+            ...,
+        ),
+        "num_groups": UNDETERMINED,
+        "state_features": rows(f"{mamba}.conv1d.weight", states, rank=3),
+        "kernel_size": (Size(f"*.{mamba}.conv1d.weight", 2, rank=3), ...),
+        "mamba_bias": has(f"*.{mamba}.in_proj.bias"),
+        "conv_bias": has(f"*.{mamba}.conv1d.bias"),
+        "tied_head": tied_head,
+    }
+
+
+@layouts_of(Attention)
+def attention_layouts(attention: Attention) -> Layouts:
+    """`llama`: the keys of transformers' LlamaAttention, which has no norms."""
+    if attention.qk_norm is not None:
+        return {}
+    return {"llama": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")}

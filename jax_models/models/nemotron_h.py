@@ -20,7 +20,6 @@ from jax_models.models.architecture import (
     Fields,
     Layout,
     Size,
-    has,
     whole_key,
 )
 from jax_models.models.hf import shortest_pattern
@@ -31,7 +30,8 @@ from jax_models.models.hybrid import (
     OLDER_KINDS,
     HybridLanguageModel,
     Mamba2HybridConfig,
-    state_features,
+    mamba2_sizes,
+    rows,
 )
 from jax_models.options import LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
@@ -76,42 +76,25 @@ def _mlp_bias(checkpoint: Checkpoint, fields: Fields) -> bool:
     return any(checkpoint.find(f"*.mixer.{part}up_proj.bias") is not None for part in parts)
 
 
-def _first(key: str, axis: int, rank: int = 2, convert: Any = lambda size, fields: size) -> Any:
-    """A size of the first block that has the weight, or the field's default if none has it."""
-    return Size(f"*.mixer.{key}", axis, rank, convert), ...
-
-
 def _layout(model: str, up: str, expert_axis: int) -> Layout:
     """The layout with this prefix, in which experts' first matrices have the key `up`.
 
     `expert_axis` is the axis of an expert's width in this matrix.
     """
-    rank = expert_axis + 2
     return Layout(
         f"{model}.embeddings.weight",
         f"{model}.layers",
         f"{model}.norm_f.weight",
         HEAD,
         sizes={
+            **mamba2_sizes("mixer", "mixer"),
             "block_types": _block_types,
-            "num_heads": UNDETERMINED,
-            "head_features": _first("q_proj.weight", 0, convert=lambda n, f: n // f["num_heads"]),
-            "num_kv_heads": _first(
-                "k_proj.weight", 0, convert=lambda n, f: n // f["head_features"]
-            ),
-            "mamba_heads": _first("A_log", 0, 1),
-            "mamba_head_features": _first("norm.weight", 0, 1, lambda n, f: n // f["mamba_heads"]),
-            "num_groups": UNDETERMINED,
-            "state_features": _first("conv1d.weight", 0, 3, state_features),
-            "kernel_size": _first("conv1d.weight", 2, 3),
-            "mamba_bias": has("*.mixer.in_proj.bias"),
-            "conv_bias": has("*.mixer.conv1d.bias"),
-            "num_experts": _first("gate.weight", 0),
+            "num_experts": rows("mixer.gate.weight"),
             "experts_per_token": UNDETERMINED,
-            "expert_features": _first(up, expert_axis, rank),
-            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, 2), None),
-            "shared_features": _first("shared_experts.up_proj.weight", 0),
-            "mlp_features": _first("up_proj.weight", 0),
+            "expert_features": (Size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2), ...),
+            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, rank=2), None),
+            "shared_features": rows("mixer.shared_experts.up_proj.weight"),
+            "mlp_features": rows("mixer.up_proj.weight"),
             "mlp_bias": _mlp_bias,
         },
     )
@@ -382,7 +365,7 @@ class NemotronHBlock(SequenceLayer[Any]):
         if isinstance(mixer, Mamba2):
             return mixer.torch_layouts()["mamba2"]
         if isinstance(mixer, Attention):
-            return mixer.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")
+            return mixer.torch_layouts()["llama"]
         if isinstance(mixer, MLP):
             return mixer.rows("up_proj", "down_proj")
         rows = mixer.rows("gate.weight", None, up, down, "gate.e_score_correction_bias")
