@@ -13,7 +13,6 @@ from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import torch_uniform
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import MLP
-from jax_models.layers.norm import RMSNorm
 from jax_models.models.architecture import (
     UNDETERMINED,
     Checkpoint,
@@ -33,7 +32,8 @@ from jax_models.models.hybrid import (
     mamba2_sizes,
     rows,
 )
-from jax_models.options import LayerOptions, NormOptions, norm_options
+from jax_models.models.state_space import StateSpaceBlock
+from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -270,7 +270,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
             MOE: self.experts,
             ONLY_MLP: self.plain_mlp,
         }
-        return NemotronHBlock(self, build[kind](**options), **options)
+        return NemotronHBlock(self, build[kind], **options)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(rotary_features=0, rope_theta=None, **options)
@@ -314,38 +314,8 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         return MLP(self.features, self.mlp_features, use_bias=self.mlp_bias, **options)
 
 
-class NemotronHBlock(SequenceLayer[Any]):
-    """`x ← x + mixer(norm(x))`. The state is that of the mixer; MLPs and experts have none."""
-
-    divides_time = True
-
-    def __init__(
-        self,
-        config: NemotronHLanguageModelConfig,
-        mixer: SequenceLayer | MLP | Experts,
-        **options: Unpack[LayerOptions],
-    ):
-        super().__init__(config.features, **options)
-        self.norm = RMSNorm(config.features, epsilon=config.epsilon, **norm_options(options))
-        self.mixer = mixer
-
-    def init_state(self, batch_size: int) -> Any:
-        """The state of the mixer, or ()."""
-        mixer = self.mixer
-        return mixer.init_state(batch_size) if isinstance(mixer, SequenceLayer) else ()
-
-    def start(self, batch_size: int) -> Any:
-        mixer = self.mixer
-        return mixer.start(batch_size) if isinstance(mixer, SequenceLayer) else ()
-
-    def sequence(self, x, state, rows):
-        """Runs the mixer on the normed x, and adds its output."""
-        x = x.astype(self.computation_dtype(x))
-        n = self.norm(x)
-        if not isinstance(self.mixer, SequenceLayer):
-            return x + self.mixer(n), state
-        y, state = self.mixer.sequence(n, state, rows)
-        return x + y, state
+class NemotronHBlock(StateSpaceBlock):
+    """`x ← x + mixer(norm(x))`. The mixer is one of four, and MLPs and experts have no state."""
 
     def torch_layouts(self) -> Layouts:
         """`hf` and `hf-file`, which differ in the keys of the experts."""
