@@ -91,7 +91,7 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
     @property
     def rotary_features(self) -> int:
         """The number of features of a head that `Attention` rotates."""
-        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction)
 
     def attention(self, **options: Any) -> SequenceLayer:
         rotated = self.rotary_features

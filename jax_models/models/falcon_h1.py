@@ -13,9 +13,7 @@ from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Size, has
 from jax_models.models.bamba import BambaLanguageModelConfig
-from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
-    FULL,
     BlockKeys,
     HybridLanguageModel,
     Mamba2HybridConfig,
@@ -48,7 +46,6 @@ LAYOUT, FILE = model_layouts(
         "mlp_bias": has("*.feed_forward.gate_proj.bias"),
         **dict.fromkeys(MULTIPLIERS.values(), UNDETERMINED),
         **mamba2_sizes("self_attn", "mamba"),
-        "block_types": kinds_by_key("*.mamba.A_log", HYBRID, FULL),
         "mamba_out_bias": has("*.mamba.out_proj.bias"),
         "mamba_norm": has("*.mamba.norm.weight"),
     },
@@ -98,8 +95,8 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     epsilon: Positive = 1e-5
     """ε of the norms."""
-    block_types: tuple[str, ...] = (HYBRID,)
-    """The kinds of the blocks. There is only one."""
+    # All blocks are of one kind.
+    block_types: ClassVar = (HYBRID,)  # pyright: ignore[reportIncompatibleVariableOverride]
     mlp_bias: bool = False
     """Whether the projections of the MLPs have biases."""
     mamba_out_bias: bool = False
@@ -147,6 +144,12 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
         return super().recognizes(names) and not BambaLanguageModelConfig.recognizes(names)
 
     @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        fields = super().converted(given, config)
+        del fields["block_types"]
+        return fields
+
+    @classmethod
     def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """The stated width, unless it is null."""
         width = config.get("mamba_d_ssm", given["mamba_d_ssm"])
@@ -168,8 +171,8 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     def attention(self, **options: Any) -> SequenceLayer:
         """Builds the attention. Scaling the keys scales the scores by the same factor."""
-        head_features = self.head_features or self.features // self.num_heads
-        return super().attention(scale=self.key_multiplier / math.sqrt(head_features), **options)
+        scale = self.key_multiplier / math.sqrt(self.head_size)
+        return super().attention(scale=scale, **options)
 
     def mixer(self, **options: Any) -> SequenceLayer:
         """Builds the two mixers of a block."""

@@ -152,6 +152,11 @@ class HybridConfig(PatternConfig):
     def to_hf(self) -> dict[str, Any]:
         return super().to_hf() | {"layer_types": self.mixings}
 
+    @property
+    def head_size(self) -> int:
+        """The size of a head of the attention, also if `head_features` is None."""
+        return self.head_features or self.features // self.num_heads
+
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
         build = self.attention if kind == FULL else self.mixer

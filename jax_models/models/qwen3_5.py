@@ -182,10 +182,17 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
             config = {"model_type": f"{model_type}_text", **text, **shared}
         return super().from_hf(config)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json, which always states the size of a head.
+
+        Otherwise, transformers would take its default, whatever the width of the model is.
+        """
+        return super().to_hf() | {"head_dim": self.head_size}
+
     @property
     def rotary_features(self) -> int:
         """The number of features of a head that `Attention` rotates."""
-        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(

@@ -76,6 +76,7 @@ MUTATIONS = [
     forward(
         "input of the Mamba-2 not multiplied",
         plant=with_multiplier("mamba_in_multiplier", block=1),
+        culprit=block,
     ),
     forward(
         "output of the Mamba-2 not multiplied",
@@ -85,6 +86,7 @@ MUTATIONS = [
     forward(
         "input of the attention not multiplied",
         plant=with_multiplier("attention_in_multiplier", block=1),
+        culprit=block,
     ),
     forward(
         "output of the attention not multiplied",
