@@ -14,10 +14,9 @@ from jax_models.models.hybrid import (
     LINEAR,
     BlockKeys,
     HybridLanguageModel,
-    Mamba2HybridConfig,
-    mamba2_sizes,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 

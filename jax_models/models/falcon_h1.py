@@ -16,10 +16,9 @@ from jax_models.models.bamba import BambaLanguageModelConfig
 from jax_models.models.hybrid import (
     BlockKeys,
     HybridLanguageModel,
-    Mamba2HybridConfig,
-    mamba2_sizes,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested

@@ -19,11 +19,10 @@ from jax_models.models.hybrid import (
     ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
-    Mamba2HybridConfig,
     experts_sizes,
-    mamba2_sizes,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.models.architecture import UNDETERMINED, Size
-from jax_models.models.hybrid import state_features
+from jax_models.models.mamba2_hybrid import state_features
 from jax_models.models.nemotron_h import NemotronHLanguageModelConfig
 from jax_models.models.state_space import (
     StateSpaceConfig,

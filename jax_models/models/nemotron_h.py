@@ -28,10 +28,9 @@ from jax_models.models.hybrid import (
     LINEAR,
     OLDER_KINDS,
     HybridLanguageModel,
-    Mamba2HybridConfig,
-    mamba2_sizes,
     rows,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.models.state_space import StateSpaceBlock
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer

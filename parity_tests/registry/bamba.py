@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from jax_models import BambaLanguageModelConfig
 from parity_tests.registry.case import paired
@@ -16,8 +17,9 @@ from parity_tests.registry.mutation import (
 )
 
 bamba = partial(paired, layout="hf", architecture="bamba", twin_state=False, prefix=5)
+SIZES: dict[str, Any] = HYBRID_SIZES | {"head_features": 4}
 config = BambaLanguageModelConfig(
-    **HYBRID_SIZES | {"head_features": 4},
+    **SIZES,
     num_layers=3,
     block_types=("linear_attention", "full_attention"),
     rope_theta=10.0,
