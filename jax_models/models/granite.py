@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
-from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Size
@@ -15,17 +14,16 @@ from jax_models.models.hybrid import (
     BALANCE_FIELDS,
     FULL,
     LINEAR,
-    MAMBA2_SIZES,
     OLDER_KINDS,
     BalancedExpertsConfig,
     BlockKeys,
     ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
-    Mamba2HybridConfig,
     experts_sizes,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
@@ -55,7 +53,7 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     mlp = ("shared_mlp", PROJECTIONS, experts)
     return {
         LINEAR: BlockKeys("mamba", *NORMS, "mamba2", *mlp),
-        FULL: BlockKeys("self_attn", *NORMS, "granite", *mlp),
+        FULL: BlockKeys("self_attn", *NORMS, "llama", *mlp),
     }
 
 
@@ -64,12 +62,11 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
         "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
         **experts_sizes(experts),
         **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
-        **MAMBA2_SIZES,
+        **mamba2_sizes("self_attn", "mamba"),
     }
 
 
-STATE_DICT, _ = model_layouts("model", "norm", _sizes(EXPERTS))
-_, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
+STATE_DICT, FILE = model_layouts("model", "norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,14 +209,6 @@ class GraniteLanguageModel(HybridLanguageModel):
     def unembed(self, x):
         """Maps the normalized output of the blocks to logits, and divides them."""
         return super().unembed(x) / self.config.logits_scaling
-
-
-@layouts_of(Attention)
-def attention_layouts(attention: Attention) -> Layouts:
-    """`granite`: the keys of transformers' GraniteMoeHybridAttention, which has no norms."""
-    if attention.qk_norm is not None:
-        return {}
-    return {"granite": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 @layouts_of(GatedMLP)

@@ -3,7 +3,6 @@
 __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
@@ -16,7 +15,6 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts, load_balancing_loss
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
-from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import Map, ResidualBlock
@@ -27,10 +25,9 @@ from jax_models.models.architecture import (
     Layout,
     Size,
     has,
-    tied_head,
     whole_key,
 )
-from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
+from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops import Rows
 from jax_models.options import Index, LayerOptions, NormOptions, norm_options
@@ -153,6 +150,11 @@ class HybridConfig(PatternConfig):
 
     def to_hf(self) -> dict[str, Any]:
         return super().to_hf() | {"layer_types": self.mixings}
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head of the attention, also if `head_features` is None."""
+        return self.head_features or self.features // self.num_heads
 
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
@@ -277,106 +279,6 @@ class GatedDeltaNetConfig(HybridConfig):
         return self.make(GatedDeltaNet, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mamba2HybridConfig(HybridConfig):
-    """The base class of the configs of hybrids with Mamba-2."""
-
-    kinds: ClassVar = (LINEAR, FULL)
-    float32_keys: ClassVar = tuple(f".mamba.{name}" for name in ("A_log", "D", "dt_bias"))
-    hf_fields: ClassVar = HybridConfig.hf_fields | {
-        "attention_bias": "attention_bias",
-        "mamba_n_heads": "mamba_heads",
-        "mamba_d_head": "mamba_head_features",
-        "mamba_d_state": "state_features",
-        "mamba_n_groups": "num_groups",
-        "mamba_d_conv": "kernel_size",
-        "mamba_proj_bias": "mamba_bias",
-        "mamba_conv_bias": "conv_bias",
-        "time_step_limit": "dt_limits",
-    }
-    hf_values: ClassVar = {
-        "hidden_act": ("silu", "swish"),
-        "attention_dropout": (0,),
-        "rope_type": ("default",),
-        "tie_word_embeddings": (False, True),
-    }
-    hf_defaults: ClassVar = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_expand": 2}
-
-    block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
-    """The kinds of the blocks, from the lowest up. The pattern repeats."""
-    mamba_heads: int = 8
-    """Number of heads of a Mamba-2."""
-    mamba_head_features: int = 48
-    """Size of a head of a Mamba-2."""
-    state_features: int = 64
-    """Size of the state of each feature of a Mamba-2's head."""
-    num_groups: int = 1
-    """Number of groups of a Mamba-2's heads that share B and C."""
-    kernel_size: int = 4
-    """Number of taps of the causal convolutions."""
-    mamba_bias: bool = False
-    """Whether the projections of a Mamba-2 have biases."""
-    conv_bias: bool = True
-    """Whether the convolutions have biases."""
-    dt_limits: tuple[float, float] = (0.0, math.inf)
-    """The least and the greatest Δ."""
-    attention_bias: bool = False
-    """Whether the projections of the attention have biases."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
-
-    @classmethod
-    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills in sizes that depend on others."""
-        inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
-        size = given.get("mamba_d_head", "auto")
-        size = inner // heads if size == "auto" else size
-        if size * heads != inner:
-            raise ValueError(
-                "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
-                f"{inner} / {heads}, got {size}"
-            )
-        # A null means as many heads of keys as of queries, even if another number is the default.
-        default = cls.hf_defaults.get("num_key_value_heads")
-        kv_heads = config.get("num_key_value_heads", default) or given["num_attention_heads"]
-        sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
-        return super().converted(given, config) | sizes
-
-    @classmethod
-    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The size of all heads of a Mamba-2 together."""
-        return given["mamba_expand"] * given["hidden_size"]
-
-    def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | self.inner_to_hf()
-
-    def inner_to_hf(self) -> dict[str, Any]:
-        """The field of the config.json from which `inner_features` reads this size."""
-        inner, features = self.mamba_heads * self.mamba_head_features, self.features
-        if inner % features:
-            raise ValueError(
-                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
-                f"features = {features}, as in transformers, got {inner}"
-            )
-        return {"mamba_expand": inner // features}
-
-    def attention(self, **options: Any) -> SequenceLayer:
-        bias = self.attention_bias
-        return super().attention(use_bias=bias, out_bias=bias, epsilon=None, **options)
-
-    def mixer(self, **options: Any) -> SequenceLayer:
-        return self.make(
-            Mamba2,
-            num_heads=self.mamba_heads,
-            head_features=self.mamba_head_features,
-            use_bias=self.mamba_bias,
-            dt_init=nnx.initializers.ones,
-            **options,
-        )
-
-
 class HybridBlock(ResidualBlock[Any]):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP or with experts.
 
@@ -466,21 +368,29 @@ def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
 
 
 def model_layouts(
-    model: str, norm: str, sizes: Mapping[str, Any], **options: Any
+    model: str,
+    norm: str,
+    sizes: Mapping[str, Any],
+    file_sizes: Mapping[str, Any] | None = None,
+    blocks_layout: str = "hf",
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
-    If the head is tied, files leave out its key.
+    If the head is tied, files leave out its key. With `file_sizes`, the blocks have other keys in
+    files: their layout is `blocks_layout` with the ending `-file`.
     """
     layout = Layout(
         f"{model}.embed_tokens.weight",
         f"{model}.layers",
         f"{model}.{norm}.weight",
         HEAD,
-        sizes={**sizes},
-        **options,
+        blocks_layout=blocks_layout,
+        sizes=sizes,
     )
-    return layout, layout._replace(repeats_embedding=False)
+    file = layout._replace(repeats_embedding=False)
+    if file_sizes is not None:
+        file = file._replace(blocks_layout=f"{blocks_layout}-file", sizes=file_sizes)
+    return layout, file
 
 
 def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int = 2) -> Any:
@@ -516,32 +426,3 @@ def dense_layers(
         return convert([i for i, key in enumerate(keys) if key not in checkpoint.weights])
 
     return convert_numbers
-
-
-def state_features(channels: int, fields: Fields) -> int:
-    """The convolution has the channels of the heads, and of B and C for each group."""
-    inner = fields["mamba_heads"] * fields["mamba_head_features"]
-    return (channels - inner) // (2 * fields["num_groups"])
-
-
-MAMBA2_SIZES: Mapping[str, Any] = {
-    "block_types": kinds_by_key("*.mamba.A_log", LINEAR, FULL),
-    "num_heads": UNDETERMINED,
-    "head_features": rows(
-        "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
-    ),
-    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-    "attention_bias": has("*.self_attn.q_proj.bias"),
-    "mamba_heads": rows("mamba.A_log", rank=1),
-    "mamba_head_features": (
-        Size("*.mamba.out_proj.weight", 1, 2, lambda size, fields: size // fields["mamba_heads"]),
-        ...,
-    ),
-    "num_groups": UNDETERMINED,
-    "state_features": rows("mamba.conv1d.weight", state_features, rank=3),
-    "kernel_size": (Size("*.mamba.conv1d.weight", 2, rank=3), ...),
-    "mamba_bias": has("*.mamba.in_proj.bias"),
-    "conv_bias": has("*.mamba.conv1d.bias"),
-    "tied_head": tied_head,
-}
-"""The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width."""

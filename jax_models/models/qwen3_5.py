@@ -82,10 +82,8 @@ SIZES = {
     "tied_head": tied_head,
 }
 STACKED, SINGLE = SIZES | experts_sizes(EXPERTS), SIZES | experts_sizes(FILE_EXPERTS)
-TEXT, _ = model_layouts("model", "norm", STACKED, blocks_layout="hf")
-_, TEXT_FILE = model_layouts("model", "norm", SINGLE, blocks_layout="hf-file")
-WHOLE, _ = model_layouts("model.language_model", "norm", STACKED, blocks_layout="hf")
-_, WHOLE_FILE = model_layouts("model.language_model", "norm", SINGLE, blocks_layout="hf-file")
+TEXT, TEXT_FILE = model_layouts("model", "norm", STACKED, SINGLE)
+WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", STACKED, SINGLE)
 HF_FIELDS = GatedDeltaNetConfig.hf_fields | {"partial_rotary_factor": "rotary_fraction"}
 EXPERTS_FIELDS = {
     "num_experts": "num_experts",
@@ -186,10 +184,17 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, BalancedExpertsConfig):
             config = {"model_type": f"{model_type}_text", **text, **shared}
         return super().from_hf(config)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json, which always states the size of a head.
+
+        Otherwise, transformers would take its default, whatever the width of the model is.
+        """
+        return super().to_hf() | {"head_dim": self.head_size}
+
     @property
     def rotary_features(self) -> int:
         """The number of features of a head that `Attention` rotates."""
-        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(
