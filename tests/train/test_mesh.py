@@ -52,11 +52,12 @@ MESHES_OF = {
     "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
     **dict.fromkeys(
         (
-            "BambaLanguageModel",
+            "FalconH1LanguageModel",
             "GriffinLanguageModel",
             "HippogriffLanguageModel",
             "HyenaDNALanguageModel",
-            "Qwen35LanguageModel",
+            "MambaLanguageModel",
+            "Qwen35LanguageModel, experts",
             "RWKV7LanguageModel",
         ),
         ("2×2×2, fully sharded",),
