@@ -52,10 +52,11 @@ MESHES_OF = {
     "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
     **dict.fromkeys(
         (
-            "BambaLanguageModel",
+            "FalconH1LanguageModel",
             "GriffinLanguageModel",
             "HippogriffLanguageModel",
             "HyenaDNALanguageModel",
+            "MambaLanguageModel",
             "Qwen35LanguageModel, experts",
             "RWKV7LanguageModel",
         ),
