@@ -41,6 +41,7 @@ CASES = [
         dataclasses.replace(config, tied_head=False, mixer_norm=True, use_bias=True).build,
     ),
 ]
+COMPARED = {"Mamba": Mamba}
 
 
 def keys_exchanged(selective_scan):

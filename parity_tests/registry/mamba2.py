@@ -57,6 +57,7 @@ CASES = [
         dataclasses.replace(config, tied_head=True, dt_limits=(0.6, 0.9), use_bias=True).build,
     ),
 ]
+COMPARED = {"Mamba2": lambda width, **options: Mamba2(width, num_heads=width // 32, **options)}
 
 
 def groups_in_turns(gated_delta_rule):
