@@ -115,7 +115,7 @@ def test_every_field_that_changes_a_shape_is_read_from_it(name):
 ATTENTION_FIRST = ("full_attention", "linear_attention")
 MARKED = {name: MODELS[name] for name in FAMILIES if MODELS[name].marks} | {
     f"{name}, attention first": replace(MODELS[name], block_types=ATTENTION_FIRST)
-    for name in ("BambaLanguageModel",)
+    for name in ("BambaLanguageModel", "JambaLanguageModel")
 }
 
 
@@ -195,6 +195,7 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
         (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["NemotronHLanguageModel"], "num_heads", FOLDER),
+        (MODELS["JambaLanguageModel"], "experts_per_token", FOLDER),
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):
