@@ -1,6 +1,6 @@
 """The mixture of experts."""
 
-__all__ = ["Experts"]
+__all__ = ["Experts", "load_balancing_loss"]
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides
@@ -20,6 +21,7 @@ from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, whole
 from jax_models.ops.affine import product
 from jax_models.ops.linear_map import linear_map
+from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.options import CheckedOptions, MatrixOptions, refuse_unused, with_inits
 from jax_models.weights import Layouts, SharedLayer, Table, Weight, linear, nested, same, transposed
 from jax_models.weights.constant import Constant
@@ -32,6 +34,14 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 """The functions that turn a router's logits into scores."""
 lecun_normal_of_each = nnx.initializers.lecun_normal(batch_axis=0)
 """`lecun_normal` for each matrix of a stack."""
+
+
+class ExpertLoad(nnx.Variable):
+    """How much the last call of an `Experts` in training used each expert.
+
+    The first row has the numbers of tokens that chose each expert, the second the sums of the
+    tokens' scores.
+    """
 
 
 class Experts(SharedLayer, CheckedOptions, nnx.Module):
@@ -61,6 +71,14 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
     With `latent_features`, the chosen experts read x W_in, and their weighted sum is multiplied by
     W_out. The router and the shared expert still read x.
 
+    On a mesh that divides the matrices by expert, call `nnx.view(experts, experts_axis="model")`
+    under `jax.set_mesh`. Otherwise, XLA gathers the matrices of all experts on each device.
+
+    With `track_load`, a call in training stores in the variable `load` what `load_balancing_loss`
+    needs. Like dropout, it does not do so in `nnx.view(model, deterministic=True)` or after
+    `model.eval()`. Inside a `jax.shard_map`, call `nnx.view(model, batch_axis="data",
+    time_axis="sequence")` to name the mesh axes over which tokens are divided.
+
     Args:
         features: size of x and y.
         expert_features: width of each expert.
@@ -80,14 +98,16 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         latent_features: size of the input and the output of each chosen expert. None: `features`,
             without W_in and W_out.
         use_bias: whether W_in, W_out and the shared expert have biases.
+        track_load: whether calls in training store how much they use each expert.
         **options: as in `MatrixOptions`. Matrices are initialized by `lecun_normal`, the bias to
             zero. `kernel_init` receives the shapes (num_experts, in, out) of all experts' matrices
             together. The router is computed in at least float32.
 
     Raises:
         ValueError: a size is not positive, more experts or groups are to be chosen than there are,
-            num_groups does not divide num_experts or leaves groups of a single expert, or
-            shared_gate or use_bias concerns nothing that is there.
+            num_groups does not divide num_experts or leaves groups of a single expert,
+            shared_gate or use_bias concerns nothing that is there, or track_load is given with
+            scores that do not add up to one.
 
     Layouts: those that the architectures declare, and `experts` (torch_ref.Experts).
 
@@ -115,6 +135,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         shared_gate: bool = False,
         latent_features: int | None = None,
         use_bias: bool = False,
+        track_load: bool = False,
         **options: Unpack[MatrixOptions],
     ):
         # Groups must be able to provide the experts.
@@ -137,17 +158,30 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             unless=shared_features is not None or latent_features is not None,
             because="without shared_features and latent_features",
         )
+        refuse_unused(
+            "track_load",
+            track_load or None,
+            unless=scores == "softmax",
+            because=f'with scores="{scores}"',
+        )
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.scores, self.normalize, self.epsilon, self.scale = scores, normalize, epsilon, scale
         self.num_groups, self.groups_per_token = num_groups, groups_per_token
         self.activation: MLPActivation = activation
         self.dtype = options.get("dtype")
+        self.experts_axis: str | None = None
         # The router and its bias.
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
         init = options.get("kernel_init") or lecun_normal
         self.router_kernel = nnx.Param(init(rngs.params(), (features, num_experts), param_dtype))
         bias = jnp.zeros(num_experts, param_dtype)
         self.expert_bias = Constant(bias) if use_expert_bias else None
+        # What the router did in the last call, for `load_balancing_loss`.
+        load = jnp.zeros((2, num_experts), ops.carry_dtype(self.router_kernel.dtype))
+        self.load = ExpertLoad(load) if track_load else None
+        self.deterministic = False
+        self.batch_axis: str | None = None
+        self.time_axis: str | None = None
         # The matrices of all experts.
         init = options.get("kernel_init") or lecun_normal_of_each
         inner = num_experts, latent_features or features, expert_features
@@ -171,14 +205,41 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         matrix = with_inits(options, lecun_normal, None, use_bias=False)
         self.shared_gate = Linear(features, 1, **matrix) if shared_gate else None
 
-    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Applies the chosen experts, and the shared one, to the last axis of x."""
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        batch_axis: str | None = None,
+        time_axis: str | None = None,
+        experts_axis: str | None = None,
+    ) -> None:
+        """Sets these options in a view: `nnx.view` calls this method.
+
+        Args:
+            deterministic: if true, calls store no `load`, for inference.
+            batch_axis: the mesh axis over which rows are divided.
+            time_axis: the mesh axis over which time is divided.
+            experts_axis: the mesh axis over which the experts are divided. Each device runs its own
+                experts, and the results of all devices are added up. It must divide `num_experts`.
+
+        """
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.batch_axis = batch_axis or self.batch_axis
+        self.time_axis = time_axis or self.time_axis
+        self.experts_axis = experts_axis or self.experts_axis
+
+    def __call__(
+        self, x: Float[Array, "... features"], *, active: Bool[Array, "..."] | None = None
+    ) -> Float[Array, "... features"]:
+        """Applies the chosen experts, and the shared one, to the last axis of x.
+
+        `active` is true for the tokens that count in `load`, because padding does not. None: all.
+        """
         x = checked_rows(x, self.router_kernel.shape[0])
         dtype = self.dtype or jnp.result_type(x, self.up_kernel[...])
         x = x.astype(dtype)
         tokens = x.reshape(-1, x.shape[-1])
         inputs = tokens if self.latent_in is None else self.latent_in(tokens)
-        y = self.mixture(inputs, *self.route(tokens))
+        y = self.mixture(inputs, *self.route(tokens, active))
         y = y if self.latent_out is None else self.latent_out(y.astype(dtype))
         y = y.reshape(x.shape)
         if self.shared is not None:
@@ -192,7 +253,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         return y if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * y
 
     def route(
-        self, x: Float[Array, "tokens features"]
+        self, x: Float[Array, "tokens features"], active: Bool[Array, "..."] | None = None
     ) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
         """Returns the weights and the numbers of the experts that are chosen for each token.
 
@@ -203,6 +264,8 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         logits = product(x.astype(wide), self.router_kernel[...].astype(wide))
         scores = SCORES[self.scores](logits)
         chosen = self.choose(scores)
+        if self.load is not None and not self.deterministic:
+            self.load.set_value(load_of_tokens(scores, chosen, active))
         return self.weigh(scores, chosen), chosen
 
     def choose(self, scores: Float[Array, "tokens experts"]) -> Int[Array, "tokens chosen"]:
@@ -234,32 +297,58 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         chosen: Int[Array, "tokens chosen"],
     ) -> Float[Array, "tokens features"]:
         """Returns the weighted sums of the outputs of the chosen experts, in at least float32."""
+        gate = None if self.gate_kernel is None else self.gate_kernel[...]
+        kernels = Kernels(gate, self.up_kernel[...], self.down_kernel[...])
+        axis = self.experts_axis
+        if axis is None:
+            return self.mixture_of(kernels, x, weights, chosen)
+
+        # A number that no expert of a device has is larger than theirs, as for its last pairs.
+        def of_device(kernels: Kernels, x: Array, weights: Array, chosen: Array):
+            count = len(kernels.up)
+            own = chosen - count * lax.axis_index(axis)
+            own = jnp.where((own >= 0) & (own < count), own, count)
+            x, weights, own = match_varying_axes((x, weights, own))
+            return lax.psum(self.mixture_of(kernels, x, weights, own), axis)
+
+        specs = jax.tree.map(lambda _: P(axis), kernels), P(), P(), P()
+        divided = jax.shard_map(of_device, in_specs=specs, out_specs=P(), axis_names={axis})
+        return divided(kernels, x, weights, chosen)
+
+    def mixture_of(
+        self,
+        kernels: "Kernels",
+        x: Float[Array, "tokens features"],
+        weights: Float[Array, "tokens chosen"],
+        chosen: Int[Array, "tokens chosen"],
+    ) -> Float[Array, "tokens features"]:
+        """Like `mixture`, with these matrices. The output of an expert without one is zero."""
         # Sort the pairs of a token and an expert by expert, and run all experts at once.
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert)
         sorting = Sorting(order, jnp.argsort(order))
-        sizes = jnp.bincount(expert, length=self.num_experts)
+        sizes = jnp.bincount(expert, length=len(kernels.up))
         count = self.experts_per_token
-        y = self.run_experts(linear_map(to_experts, to_tokens, sorting, x, count), sizes)
+        y = self.run_experts(kernels, linear_map(to_experts, to_tokens, sorting, x, count), sizes)
         # Weigh the outputs, and add up those of each token.
         y = y.astype(weights.dtype) * weights.reshape(-1)[order][:, None]
         return linear_map(to_tokens, to_experts, sorting, y, count)
 
     def run_experts(
-        self, x: Float[Array, "pairs features"], sizes: Int[Array, " experts"]
+        self, kernels: "Kernels", x: Float[Array, "pairs features"], sizes: Int[Array, " experts"]
     ) -> Float[Array, "pairs features"]:
         """Runs the experts, each on its rows of x: the first `sizes[0]`, the next `sizes[1]`, ….
 
         `(silu(x W_gate) ⊙ x W_up) W_down`, or without a gate `silu(x W_up) W_down`.
         """
         activation = ACTIVATIONS[self.activation]
-        up = ops.grouped_dot(x, self.up_kernel[...].astype(x.dtype), sizes)
-        if self.gate_kernel is None:
+        gate_kernel, up_kernel, down_kernel = jax.tree.map(lambda w: w.astype(x.dtype), kernels)
+        up = ops.grouped_dot(x, up_kernel, sizes)
+        if gate_kernel is None:
             hidden = activation(up)
         else:
-            gate = ops.grouped_dot(x, self.gate_kernel[...].astype(x.dtype), sizes)
-            hidden = activation(gate) * up
-        return ops.grouped_dot(hidden, self.down_kernel[...].astype(x.dtype), sizes)
+            hidden = activation(ops.grouped_dot(x, gate_kernel, sizes)) * up
+        return ops.grouped_dot(hidden, down_kernel, sizes)
 
     mesh_axes = first_axis("experts", "gate_kernel", "up_kernel", "down_kernel") | whole(
         "router_kernel", "shared_gate", "latent_in", "latent_out"
@@ -300,7 +389,7 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             stack = namespace(kernels[0]).concat(stack, axis=1)
             return tuple(stack) if is_of_one else (stack,)
 
-        return Weight(tuple(params), tuple(keys), to_jax, to_torch)
+        return Weight(tuple(params), tuple(keys), to_jax, to_torch, stacks=True)
 
     def torch_layouts(self) -> Layouts:
         """`experts`: the keys of torch_ref.Experts; and those that the architectures declare."""
@@ -320,6 +409,67 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             table += linear("latent_in", "latent_in", bias=bias)
             table += linear("latent_out", "latent_out", bias=bias)
         return super().torch_layouts() | {"experts": table}
+
+
+def load_balancing_loss(model: nnx.Module) -> Float[Array, ""]:
+    """Returns the loss that balances how much the last call of a model used each expert.
+
+        >>> experts = Experts(64, 32, 8, 2, track_load=True, rngs=nnx.Rngs(0))
+        >>> y = experts(jnp.ones((4, 100, 64)))
+        >>> loss = load_balancing_loss(experts)
+
+        loss = num_experts Σ_e f_e p_e
+
+    f_e is the number of tokens that chose expert e, and p_e is the mean of their s_e, both divided
+    by the number of tokens and taken over all `Experts` with `track_load` in the model. The loss is
+    `experts_per_token` if each expert is used equally. Its gradient is that of p. It is zero before
+    the first call.
+
+    Raises:
+        ValueError: no `Experts` in the model has `track_load`, or their numbers of experts or of
+            experts for each token differ.
+
+    Source: Fedus et al. 2021 (arXiv 2101.03961), (4) to (6), as in transformers.
+
+    """
+    loads, sizes, axes = [], set(), set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Experts) and module.load is not None:
+            loads.append(module.load[...])
+            sizes.add((module.num_experts, module.experts_per_token))
+            axes |= {module.batch_axis, module.time_axis} - {None}
+    if len(sizes) != 1:
+        raise ValueError(
+            "model: expected Experts with track_load, all with the same num_experts and "
+            f"experts_per_token, got {sorted(sizes)}"
+        )
+    [(num_experts, experts_per_token)] = sizes
+    # Add up the layers, and then the devices. XLA rejects an all-reduce over a single device if
+    # other axes of the mesh divide parameters.
+    divided = [axis for axis in sorted(axes) if lax.axis_size(axis) > 1]
+    num_choices, scores = lax.psum(jnp.stack(loads).sum(axis=0), divided)
+    num_tokens = jnp.maximum(num_choices.sum() / experts_per_token, 1)
+    return num_experts * jnp.sum((num_choices / num_tokens) * (scores / num_tokens))
+
+
+def load_of_tokens(
+    scores: Float[Array, "tokens experts"],
+    chosen: Int[Array, "tokens chosen"],
+    active: Bool[Array, "..."] | None,
+) -> Float[Array, "2 experts"]:
+    """Returns how much the active tokens use each expert, as in `ExpertLoad`."""
+    weights = jnp.ones(len(scores)) if active is None else active.reshape(-1)
+    weights = weights.astype(scores.dtype)[:, None]
+    num_choices = jnp.zeros_like(scores[0]).at[chosen].add(weights)
+    return jnp.stack([num_choices, (weights * scores).sum(axis=0)])
+
+
+class Kernels(NamedTuple):
+    """The matrices of the experts, or of those of one device."""
+
+    gate: Float[Array, "experts features hidden"] | None
+    up: Float[Array, "experts features hidden"]
+    down: Float[Array, "experts hidden features"]
 
 
 class Sorting(NamedTuple):

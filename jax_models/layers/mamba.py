@@ -136,10 +136,12 @@ class Mamba(SequenceLayer[MambaState]):
 
         self.delta_norm, self.B_norm = norm_of(rank), norm_of(state_features)
         self.C_norm = norm_of(state_features)
-        # A_log has a number for each feature and state, dt_bias and D one for each feature.
+        # A_log has a number for each feature and state, and is no matrix. dt_bias and D have one
+        # for each feature.
         rngs, shape = options["rngs"], (inner, state_features)
         decay_init = decay_init or log_of_count_by_row
-        self.A_log = nnx.Param(decay_init(rngs.params(), shape, self.param_dtype))
+        A_log = decay_init(rngs.params(), shape, self.param_dtype)
+        self.A_log = nnx.Param(A_log, is_matrix=False)
         dt_init = dt_init or bias_of_log_uniform(1e-3, 1e-1, 1e-4)
         self.dt_bias = nnx.Param(dt_init(rngs.params(), (inner,), self.param_dtype))
         self.D = nnx.Param(jnp.ones(inner, self.param_dtype))

@@ -53,6 +53,10 @@ class ResidualBlock(SequenceLayer[State]):
     resettable: Any = property(lambda self: self._mixer.resettable)
     unresettable_reason: Any = property(lambda self: self._mixer.unresettable_reason)
 
+    def mlp_of(self, rows: Rows) -> Map:
+        """The MLP as a function of its input alone."""
+        return getattr(self, self.parts[3])
+
     def init_state(self, batch_size: int) -> State:
         return self._mixer.init_state(batch_size)
 
@@ -62,8 +66,8 @@ class ResidualBlock(SequenceLayer[State]):
     def sequence(self, x, state, rows):
         """Runs the mixer, then the MLP, each with its norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        norm, mixer, mlp_norm, mlp = (getattr(self, part) for part in self.parts)
-        scale = self.residual_scale
+        norm, mixer, mlp_norm = (getattr(self, part) for part in self.parts[:3])
+        mlp, scale = self.mlp_of(rows), self.residual_scale
         # Pre-norm: each norm comes before the mixer or the MLP.
         if not self.norms_outputs:
             return run_residual_block(x, state, rows, norm, mixer, mlp_norm, mlp, scale)

@@ -7,29 +7,26 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
-from jax_models.layers.attention import Attention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import Mark, Size, has
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
-    MAMBA2_SIZES,
     BlockKeys,
     HybridLanguageModel,
-    Mamba2HybridConfig,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, layouts_of
 
 NORMS = ("input_layernorm", "pre_ff_layernorm")
 SIZES = {
     "mlp_features": Size("*.feed_forward.gate_proj.weight", 0, rank=2),
     "mlp_bias": has("*.feed_forward.gate_proj.bias"),
-    **MAMBA2_SIZES,
+    **mamba2_sizes("self_attn", "mamba"),
 }
-LAYOUT, FILE = model_layouts("model", "final_layernorm", SIZES, blocks_layout="hf")
+LAYOUT, FILE = model_layouts("model", "final_layernorm", SIZES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +47,7 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
     block_keys: ClassVar = {
         "hf": {
             LINEAR: BlockKeys("mamba", *NORMS, "mamba2", "feed_forward"),
-            FULL: BlockKeys("self_attn", *NORMS, "bamba", "feed_forward"),
+            FULL: BlockKeys("self_attn", *NORMS, "llama", "feed_forward"),
         }
     }
     layouts: ClassVar = {"hf": LAYOUT, "hf-file": FILE}
@@ -92,7 +89,7 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
     @property
     def rotary_features(self) -> int:
         """The number of features of a head that `Attention` rotates."""
-        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction)
 
     def attention(self, **options: Any) -> SequenceLayer:
         rotated = self.rotary_features
@@ -125,11 +122,3 @@ class BambaLanguageModel(HybridLanguageModel):
     if the head is tied).
 
     """
-
-
-@layouts_of(Attention)
-def attention_layouts(attention: Attention) -> Layouts:
-    """`bamba`: the keys of transformers' BambaAttention, which has no norms."""
-    if attention.qk_norm is not None:
-        return {}
-    return {"bamba": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}

@@ -12,15 +12,12 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Mark, Size, has
-from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
-    FULL,
-    MAMBA2_SIZES,
     BlockKeys,
     HybridLanguageModel,
-    Mamba2HybridConfig,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
@@ -46,12 +43,10 @@ LAYOUT, FILE = model_layouts(
         "mlp_features": Size("*.feed_forward.gate_proj.weight", 0, rank=2),
         "mlp_bias": has("*.feed_forward.gate_proj.bias"),
         **dict.fromkeys(MULTIPLIERS.values(), UNDETERMINED),
-        **MAMBA2_SIZES,
-        "block_types": kinds_by_key("*.mamba.A_log", HYBRID, FULL),
+        **mamba2_sizes("self_attn", "mamba"),
         "mamba_out_bias": has("*.mamba.out_proj.bias"),
         "mamba_norm": has("*.mamba.norm.weight"),
     },
-    blocks_layout="hf",
 )
 
 
@@ -98,8 +93,8 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     epsilon: Positive = 1e-5
     """ε of the norms."""
-    block_types: tuple[str, ...] = (HYBRID,)
-    """The kinds of the blocks. There is only one."""
+    # All blocks are of one kind.
+    block_types: ClassVar = (HYBRID,)  # pyright: ignore[reportIncompatibleVariableOverride]
     mlp_bias: bool = False
     """Whether the projections of the MLPs have biases."""
     mamba_out_bias: bool = False
@@ -141,6 +136,12 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
         return FalconH1LanguageModel(self, **options)
 
     @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        fields = super().converted(given, config)
+        del fields["block_types"]
+        return fields
+
+    @classmethod
     def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """The stated width, unless it is null."""
         width = config.get("mamba_d_ssm", given["mamba_d_ssm"])
@@ -162,8 +163,8 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     def attention(self, **options: Any) -> SequenceLayer:
         """Builds the attention. Scaling the keys scales the scores by the same factor."""
-        head_features = self.head_features or self.features // self.num_heads
-        return super().attention(scale=self.key_multiplier / math.sqrt(head_features), **options)
+        scale = self.key_multiplier / math.sqrt(self.head_size)
+        return super().attention(scale=scale, **options)
 
     def mixer(self, **options: Any) -> SequenceLayer:
         """Builds the two mixers of a block."""
@@ -234,13 +235,11 @@ class FalconH1Mixer(SequenceLayer[FalconH1State]):
 
     def torch_layouts(self) -> Layouts:
         """`falcon_h1`: the keys of the two mixers in transformers' FalconH1DecoderLayer."""
-        mamba = self.mamba.torch_layouts()["mamba2"]
-        # The attention has no norms, so no weight has the last two keys.
-        attention = self.attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")
+        mamba, attention = self.mamba.torch_layouts(), self.attention.torch_layouts()
         return {
             "falcon_h1": [
-                *nested(mamba, "mamba", "mamba"),
-                *nested(attention, "attention", "self_attn"),
+                *nested(mamba["mamba2"], "mamba", "mamba"),
+                *nested(attention["llama"], "attention", "self_attn"),
             ]
         }
 

@@ -7,24 +7,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
-from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.models.architecture import UNDETERMINED, Size
 from jax_models.models.hybrid import (
+    BALANCE_FIELDS,
     FULL,
     LINEAR,
-    MAMBA2_SIZES,
     OLDER_KINDS,
+    BalancedExpertsConfig,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     HybridBlock,
     HybridLanguageModel,
-    Mamba2HybridConfig,
     experts_sizes,
     model_layouts,
 )
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
@@ -54,7 +53,7 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     mlp = ("shared_mlp", PROJECTIONS, experts)
     return {
         LINEAR: BlockKeys("mamba", *NORMS, "mamba2", *mlp),
-        FULL: BlockKeys("self_attn", *NORMS, "granite", *mlp),
+        FULL: BlockKeys("self_attn", *NORMS, "llama", *mlp),
     }
 
 
@@ -63,16 +62,15 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
         "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
         **experts_sizes(experts),
         **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
-        **MAMBA2_SIZES,
+        **mamba2_sizes("self_attn", "mamba"),
     }
 
 
-STATE_DICT, _ = model_layouts("model", "norm", _sizes(EXPERTS))
-_, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
+STATE_DICT, FILE = model_layouts("model", "norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
 
 
 @dataclasses.dataclass(frozen=True)
-class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
+class GraniteLanguageModelConfig(Mamba2HybridConfig, BalancedExpertsConfig):
     """The config of Granite 4. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls these models `granitemoehybrid`.
@@ -99,6 +97,7 @@ class GraniteLanguageModelConfig(Mamba2HybridConfig, ExpertsConfig):
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_features",
+        **BALANCE_FIELDS,
         **{name: name for name in (*MULTIPLIERS, "logits_scaling")},
     }
     hf_sizes: ClassVar = (
@@ -210,14 +209,6 @@ class GraniteLanguageModel(HybridLanguageModel):
     def unembed(self, x):
         """Maps the normalized output of the blocks to logits, and divides them."""
         return super().unembed(x) / self.config.logits_scaling
-
-
-@layouts_of(Attention)
-def attention_layouts(attention: Attention) -> Layouts:
-    """`granite`: the keys of transformers' GraniteMoeHybridAttention, which has no norms."""
-    if attention.qk_norm is not None:
-        return {}
-    return {"granite": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 
 
 @layouts_of(GatedMLP)

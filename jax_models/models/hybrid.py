@@ -3,22 +3,21 @@
 __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
-from jax_models.layers.experts import Experts
+from jax_models.layers.experts import Experts, load_balancing_loss
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
-from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
-from jax_models.layers.residual import ResidualBlock
+from jax_models.layers.residual import Map, ResidualBlock
 from jax_models.models.architecture import (
     UNDETERMINED,
     Checkpoint,
@@ -26,11 +25,11 @@ from jax_models.models.architecture import (
     Layout,
     Size,
     has,
-    tied_head,
     whole_key,
 )
-from jax_models.models.hf import PatternConfig, kinds_by_key, shortest_pattern
+from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
+from jax_models.ops import Rows
 from jax_models.options import Index, LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
@@ -152,6 +151,11 @@ class HybridConfig(PatternConfig):
     def to_hf(self) -> dict[str, Any]:
         return super().to_hf() | {"layer_types": self.mixings}
 
+    @property
+    def head_size(self) -> int:
+        """The size of a head of the attention, also if `head_features` is None."""
+        return self.head_features or self.features // self.num_heads
+
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
         build = self.attention if kind == FULL else self.mixer
@@ -205,6 +209,32 @@ class ExpertsConfig(HybridConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class BalancedExpertsConfig(ExpertsConfig):
+    """The base class of the configs of hybrids whose training may balance the experts."""
+
+    balance_experts: bool = False
+    """Whether training adds the loss that balances the load of the experts, `model.losses`."""
+    balance_coefficient: float = 0.001
+    """The factor of this loss."""
+
+    @property
+    def tracks_load(self) -> bool:
+        """Whether the model has this loss."""
+        has_experts = any(map(self.has_experts, range(self.num_layers)))
+        return self.balance_experts and self.balance_coefficient != 0 and has_experts
+
+    def experts(self, **options: Any) -> Experts:
+        return super().experts(track_load=self.tracks_load, **options)
+
+
+BALANCE_FIELDS = {
+    "output_router_logits": "balance_experts",
+    "router_aux_loss_coef": "balance_coefficient",
+}
+"""The fields of a config.json that have the values of a `BalancedExpertsConfig`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig(HybridConfig):
     """The base class of the configs of hybrids with Gated DeltaNet."""
 
@@ -250,106 +280,6 @@ class GatedDeltaNetConfig(HybridConfig):
         return self.make(GatedDeltaNet, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mamba2HybridConfig(HybridConfig):
-    """The base class of the configs of hybrids with Mamba-2."""
-
-    kinds: ClassVar = (LINEAR, FULL)
-    float32_keys: ClassVar = tuple(f".mamba.{name}" for name in ("A_log", "D", "dt_bias"))
-    hf_fields: ClassVar = HybridConfig.hf_fields | {
-        "attention_bias": "attention_bias",
-        "mamba_n_heads": "mamba_heads",
-        "mamba_d_head": "mamba_head_features",
-        "mamba_d_state": "state_features",
-        "mamba_n_groups": "num_groups",
-        "mamba_d_conv": "kernel_size",
-        "mamba_proj_bias": "mamba_bias",
-        "mamba_conv_bias": "conv_bias",
-        "time_step_limit": "dt_limits",
-    }
-    hf_values: ClassVar = {
-        "hidden_act": ("silu", "swish"),
-        "attention_dropout": (0,),
-        "rope_type": ("default",),
-        "tie_word_embeddings": (False, True),
-    }
-    hf_defaults: ClassVar = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_expand": 2}
-
-    block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
-    """The kinds of the blocks, from the lowest up. The pattern repeats."""
-    mamba_heads: int = 8
-    """Number of heads of a Mamba-2."""
-    mamba_head_features: int = 48
-    """Size of a head of a Mamba-2."""
-    state_features: int = 64
-    """Size of the state of each feature of a Mamba-2's head."""
-    num_groups: int = 1
-    """Number of groups of a Mamba-2's heads that share B and C."""
-    kernel_size: int = 4
-    """Number of taps of the causal convolutions."""
-    mamba_bias: bool = False
-    """Whether the projections of a Mamba-2 have biases."""
-    conv_bias: bool = True
-    """Whether the convolutions have biases."""
-    dt_limits: tuple[float, float] = (0.0, math.inf)
-    """The least and the greatest Δ."""
-    attention_bias: bool = False
-    """Whether the projections of the attention have biases."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
-
-    @classmethod
-    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills in sizes that depend on others."""
-        inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
-        size = given.get("mamba_d_head", "auto")
-        size = inner // heads if size == "auto" else size
-        if size * heads != inner:
-            raise ValueError(
-                "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
-                f"{inner} / {heads}, got {size}"
-            )
-        # A null means as many heads of keys as of queries, even if another number is the default.
-        default = cls.hf_defaults.get("num_key_value_heads")
-        kv_heads = config.get("num_key_value_heads", default) or given["num_attention_heads"]
-        sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
-        return super().converted(given, config) | sizes
-
-    @classmethod
-    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The size of all heads of a Mamba-2 together."""
-        return given["mamba_expand"] * given["hidden_size"]
-
-    def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | self.inner_to_hf()
-
-    def inner_to_hf(self) -> dict[str, Any]:
-        """The field of the config.json from which `inner_features` reads this size."""
-        inner, features = self.mamba_heads * self.mamba_head_features, self.features
-        if inner % features:
-            raise ValueError(
-                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
-                f"features = {features}, as in transformers, got {inner}"
-            )
-        return {"mamba_expand": inner // features}
-
-    def attention(self, **options: Any) -> SequenceLayer:
-        bias = self.attention_bias
-        return super().attention(use_bias=bias, out_bias=bias, epsilon=None, **options)
-
-    def mixer(self, **options: Any) -> SequenceLayer:
-        return self.make(
-            Mamba2,
-            num_heads=self.mamba_heads,
-            head_features=self.mamba_head_features,
-            use_bias=self.mamba_bias,
-            dt_init=nnx.initializers.ones,
-            **options,
-        )
-
-
 class HybridBlock(ResidualBlock[Any]):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP or with experts.
 
@@ -376,6 +306,10 @@ class HybridBlock(ResidualBlock[Any]):
         self.mixer = mixer
         self.mlp_norm = norm(features, **norm_options(options))
         self.mlp = mlp(**options)
+
+    def mlp_of(self, rows: Rows) -> Map:
+        """The MLP or the experts, which are told which tokens are padding."""
+        return partial(self.mlp, active=rows.active) if isinstance(self.mlp, Experts) else self.mlp
 
     def torch_layouts(self) -> Layouts:
         """The layouts of `keys`."""
@@ -420,6 +354,14 @@ class HybridLanguageModel(LanguageModel):
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
 
+    @property
+    def losses(self) -> dict[str, Float[Array, ""]]:
+        """The loss that balances the experts of a `BalancedExpertsConfig`, times its factor."""
+        config = self.config
+        if not isinstance(config, BalancedExpertsConfig) or not config.tracks_load:
+            return super().losses
+        return {"balance_loss": config.balance_coefficient * load_balancing_loss(self)}
+
 
 def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
     """Computes the number of heads from the rows of a projection that has `count` parts a head."""
@@ -427,21 +369,29 @@ def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
 
 
 def model_layouts(
-    model: str, norm: str, sizes: Mapping[str, Any], **options: Any
+    model: str,
+    norm: str,
+    sizes: Mapping[str, Any],
+    file_sizes: Mapping[str, Any] | None = None,
+    blocks_layout: str = "hf",
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
-    If the head is tied, files leave out its key.
+    If the head is tied, files leave out its key. With `file_sizes`, the blocks have other keys in
+    files: their layout is `blocks_layout` with the ending `-file`.
     """
     layout = Layout(
         f"{model}.embed_tokens.weight",
         f"{model}.layers",
         f"{model}.{norm}.weight",
         HEAD,
-        sizes={**sizes},
-        **options,
+        blocks_layout=blocks_layout,
+        sizes=sizes,
     )
-    return layout, layout._replace(repeats_embedding=False)
+    file = layout._replace(repeats_embedding=False)
+    if file_sizes is not None:
+        file = file._replace(blocks_layout=f"{blocks_layout}-file", sizes=file_sizes)
+    return layout, file
 
 
 def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int = 2) -> Any:
@@ -477,32 +427,3 @@ def dense_layers(
         return convert([i for i, key in enumerate(keys) if key not in checkpoint.weights])
 
     return convert_numbers
-
-
-def state_features(channels: int, fields: Fields) -> int:
-    """The convolution has the channels of the heads, and of B and C for each group."""
-    inner = fields["mamba_heads"] * fields["mamba_head_features"]
-    return (channels - inner) // (2 * fields["num_groups"])
-
-
-MAMBA2_SIZES: Mapping[str, Any] = {
-    "block_types": kinds_by_key("*.mamba.A_log", LINEAR, FULL),
-    "num_heads": UNDETERMINED,
-    "head_features": rows(
-        "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
-    ),
-    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-    "attention_bias": has("*.self_attn.q_proj.bias"),
-    "mamba_heads": rows("mamba.A_log", rank=1),
-    "mamba_head_features": (
-        Size("*.mamba.out_proj.weight", 1, 2, lambda size, fields: size // fields["mamba_heads"]),
-        ...,
-    ),
-    "num_groups": UNDETERMINED,
-    "state_features": rows("mamba.conv1d.weight", state_features, rank=3),
-    "kernel_size": (Size("*.mamba.conv1d.weight", 2, rank=3), ...),
-    "mamba_bias": has("*.mamba.in_proj.bias"),
-    "conv_bias": has("*.mamba.conv1d.bias"),
-    "tied_head": tied_head,
-}
-"""The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width."""

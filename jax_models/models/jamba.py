@@ -13,9 +13,10 @@ from jax_models.layers.experts import Experts
 from jax_models.layers.mamba import Mamba
 from jax_models.models.architecture import Checkpoint, Fields, Size, whole_key
 from jax_models.models.hybrid import (
+    BALANCE_FIELDS,
     FULL,
     LINEAR,
-    MAMBA2_SIZES,
+    BalancedExpertsConfig,
     BlockKeys,
     ExpertsKeys,
     HybridConfig,
@@ -24,6 +25,7 @@ from jax_models.models.hybrid import (
     model_layouts,
     rows,
 )
+from jax_models.models.mamba2_hybrid import mamba2_sizes
 from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
 
@@ -48,8 +50,7 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     norms = "input_layernorm", "pre_ff_layernorm"
     return {
         LINEAR: BlockKeys("mamba", *norms, "mamba", "feed_forward", experts=experts),
-        # The keys of the attention are those of Bamba's.
-        FULL: BlockKeys("self_attn", *norms, "bamba", "feed_forward", experts=experts),
+        FULL: BlockKeys("self_attn", *norms, "llama", "feed_forward", experts=experts),
     }
 
 
@@ -74,7 +75,7 @@ def _place_of_experts(index: int) -> Callable[[Checkpoint, Fields], Any]:
 
 
 def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    of_experts = experts_sizes(experts)
+    of_experts, of_mixers = experts_sizes(experts), mamba2_sizes("self_attn", "mamba")
     width, _ = of_experts.pop("expert_features")
     shared = ("block_types", "num_heads", "head_features", "num_kv_heads", "kernel_size")
     shared += ("mamba_bias", "conv_bias", "tied_head")
@@ -83,15 +84,14 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
         **of_experts,
         "experts_period": _place_of_experts(0),
         "experts_offset": _place_of_experts(1),
-        **{name: MAMBA2_SIZES[name] for name in shared},
+        **{name: of_mixers[name] for name in shared},
         "inner_features": rows("mamba.A_log"),
         "state_features": (Size("*.mamba.A_log", 1, rank=2), ...),
         "dt_rank": (Size("*.mamba.dt_proj.weight", 1, rank=2), ...),
     }
 
 
-STATE_DICT, _ = model_layouts("model", "final_layernorm", _sizes(EXPERTS))
-_, FILE = model_layouts("model", "final_layernorm", _sizes(FILE_EXPERTS))
+STATE_DICT, FILE = model_layouts("model", "final_layernorm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
 HF_FIELDS = HybridConfig.hf_fields | {
     "mamba_d_state": "state_features",
     "mamba_d_conv": "kernel_size",
@@ -102,11 +102,12 @@ HF_FIELDS = HybridConfig.hf_fields | {
     "num_experts_per_tok": "experts_per_token",
     "expert_layer_period": "experts_period",
     "expert_layer_offset": "experts_offset",
+    **BALANCE_FIELDS,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class JambaLanguageModelConfig(HybridConfig):
+class JambaLanguageModelConfig(BalancedExpertsConfig):
     """The config of Jamba. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts.
@@ -152,8 +153,7 @@ class JambaLanguageModelConfig(HybridConfig):
     """Whether the convolutions have biases."""
     num_experts: Index = 0
     """Number of experts in a block, each as wide as an MLP. 0 or 1: all blocks have MLPs."""
-    experts_per_token: int = 2
-    """Number of experts that are chosen for each token."""
+    expert_features: ClassVar = property(lambda self: self.mlp_features)  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
     experts_period: int = 2
     """The blocks i with `i % experts_period == experts_offset` have experts instead of MLPs."""
     experts_offset: Index = 1
@@ -219,8 +219,7 @@ class JambaLanguageModelConfig(HybridConfig):
         return self.num_experts > 1 and number % self.experts_period == self.experts_offset
 
     def experts(self, **options: Any) -> Experts:
-        sizes = self.features, self.mlp_features, self.num_experts, self.experts_per_token
-        return Experts(*sizes, normalize=False, **options)
+        return super().experts(normalize=False, **options)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(rotary_features=0, rope_theta=None, epsilon=None, **options)

@@ -146,6 +146,14 @@ class LanguageModel(CheckedOptions, nnx.Module):
         """Sets options in a view, like `SequenceLayer.set_view`."""
         self.time_axis = time_axis or self.time_axis
 
+    @property
+    def losses(self) -> dict[str, Float[Array, ""]]:
+        """The other losses of the last call in training, by name, which are added to its own.
+
+        Most models have none. A model whose config has `balance_experts` has a `balance_loss`.
+        """
+        return {}
+
     mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
 
     def foreign_format(self, keys: Iterable[object]) -> str | None:

@@ -73,8 +73,7 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
     }
 
 
-STATE_DICT, _ = model_layouts("model", "embedding_norm", _sizes(EXPERTS))
-_, FILE = model_layouts("model", "embedding_norm", _sizes(FILE_EXPERTS))
+STATE_DICT, FILE = model_layouts("model", "embedding_norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
 HF_FIELDS = {
     {"rms_norm_eps": "norm_eps"}.get(name, name): ours
     for name, ours in HybridConfig.hf_fields.items()

@@ -23,7 +23,7 @@ from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined
-from jax_models.weights.layouts import params_of, weight_table
+from jax_models.weights.layouts import WEIGHTS, params_of, weight_table
 from jax_models.weights.places import locate_keys
 from jax_models.weights.stored import cast, dtype_of, is_floating
 from jax_models.weights.wrappers import find_wrapped
@@ -76,7 +76,8 @@ def load_pretrained(
             decays and norms of a Gated DeltaNet keep a wider dtype of their own. A narrower dtype
             rounds the weights.
         sharding: a function that maps the path and the shape of a parameter to its sharding, such
-            as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
+            as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`. Of the
+            experts of a model, a process reads only those that its devices hold.
         **config: fields of the model's config that the file does not contain, such as hippogriff's
             `window` or safari's `activation`.
 
@@ -206,7 +207,7 @@ def from_weights(
         >>> model = from_weights(weights)
 
     The architecture, the layout and the sizes are read from the keys and the shapes. No weights are
-    initialized at random, unless the config has dropout.
+    initialized at random.
 
     Args:
         weights: torch tensors or arrays by key, such as a `state_dict`; or the tree of a Flax
@@ -246,6 +247,17 @@ def _without_tree(
     return flat if embeddings & flat.keys() else weights
 
 
+def without_values(kinds: Any, build: Callable[[], Any]) -> Any:
+    """Builds a model whose variables of these kinds are only shapes.
+
+    Other variables, such as the random state of dropout, have their values.
+    """
+    model, others = nnx.eval_shape(build), nnx.Not(kinds)
+    if nnx.state(model, others):
+        nnx.update(model, jax.jit(lambda: nnx.state(build(), others))())
+    return model
+
+
 def loaded(
     config: Any,
     weights: Mapping[str, Any],
@@ -269,10 +281,7 @@ def loaded(
     def build() -> Any:
         return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
 
-    # `eval_shape` would leave the random state of dropout without a value.
-    fields = vars(config).items()
-    draws_masks = any(value for name, value in fields if name.endswith("dropout_rate"))
-    model = build() if draws_masks else nnx.eval_shape(build)
+    model = without_values(WEIGHTS, build)
     # The weights that the config names keep their own dtype if it is wider than the parameter's.
     params, wide = params_of(model), config.float32_keys
     table = weight_table(model, None, weights)[1] if wide else []

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.models.architecture import UNDETERMINED, Mark, Size
+from jax_models.models.mamba2_hybrid import state_features
 from jax_models.models.nemotron_h import OTHER_MIXERS
 from jax_models.models.state_space import (
     StateSpaceConfig,
@@ -20,12 +21,6 @@ from jax_models.options import NormOptions
 
 def _head_features(size: int, fields: Mapping[str, Any]) -> int:
     return size // fields["num_heads"]
-
-
-def _state_features(channels: int, fields: Mapping[str, Any]) -> int:
-    """The convolution has the channels of u, and of B and C for each group."""
-    inner = fields["num_heads"] * fields["head_features"]
-    return (channels - inner) // (2 * fields["num_groups"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +37,12 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
             "num_heads": Size("*.mixer.A_log", 0, rank=1),
             "head_features": Size("*.mixer.out_proj.weight", 1, rank=2, convert=_head_features),
             "num_groups": UNDETERMINED,
-            "state_features": Size("*.mixer.conv1d.weight", 0, rank=3, convert=_state_features),
+            "state_features": Size(
+                "*.mixer.conv1d.weight",
+                0,
+                rank=3,
+                convert=state_features("num_heads", "head_features"),
+            ),
         },
     )
     hf_class: ClassVar = "Mamba2ForCausalLM"

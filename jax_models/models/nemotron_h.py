@@ -13,14 +13,12 @@ from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import torch_uniform
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import MLP
-from jax_models.layers.norm import RMSNorm
 from jax_models.models.architecture import (
     UNDETERMINED,
     Checkpoint,
     Fields,
     Layout,
     Size,
-    has,
     whole_key,
 )
 from jax_models.models.hf import shortest_pattern
@@ -30,10 +28,11 @@ from jax_models.models.hybrid import (
     LINEAR,
     OLDER_KINDS,
     HybridLanguageModel,
-    Mamba2HybridConfig,
-    state_features,
+    rows,
 )
-from jax_models.options import LayerOptions, NormOptions, norm_options
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
+from jax_models.models.state_space import StateSpaceBlock
+from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -78,42 +77,25 @@ def _mlp_bias(checkpoint: Checkpoint, fields: Fields) -> bool:
     return any(checkpoint.find(f"*.mixer.{part}up_proj.bias") is not None for part in parts)
 
 
-def _first(key: str, axis: int, rank: int = 2, convert: Any = lambda size, fields: size) -> Any:
-    """A size of the first block that has the weight, or the field's default if none has it."""
-    return Size(f"*.mixer.{key}", axis, rank, convert), ...
-
-
 def _layout(model: str, up: str, expert_axis: int) -> Layout:
     """The layout with this prefix, in which experts' first matrices have the key `up`.
 
     `expert_axis` is the axis of an expert's width in this matrix.
     """
-    rank = expert_axis + 2
     return Layout(
         f"{model}.embeddings.weight",
         f"{model}.layers",
         f"{model}.norm_f.weight",
         HEAD,
         sizes={
+            **mamba2_sizes("mixer", "mixer"),
             "block_types": _block_types,
-            "num_heads": UNDETERMINED,
-            "head_features": _first("q_proj.weight", 0, convert=lambda n, f: n // f["num_heads"]),
-            "num_kv_heads": _first(
-                "k_proj.weight", 0, convert=lambda n, f: n // f["head_features"]
-            ),
-            "mamba_heads": _first("A_log", 0, 1),
-            "mamba_head_features": _first("norm.weight", 0, 1, lambda n, f: n // f["mamba_heads"]),
-            "num_groups": UNDETERMINED,
-            "state_features": _first("conv1d.weight", 0, 3, state_features),
-            "kernel_size": _first("conv1d.weight", 2, 3),
-            "mamba_bias": has("*.mixer.in_proj.bias"),
-            "conv_bias": has("*.mixer.conv1d.bias"),
-            "num_experts": _first("gate.weight", 0),
+            "num_experts": rows("mixer.gate.weight"),
             "experts_per_token": UNDETERMINED,
-            "expert_features": _first(up, expert_axis, rank),
-            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, 2), None),
-            "shared_features": _first("shared_experts.up_proj.weight", 0),
-            "mlp_features": _first("up_proj.weight", 0),
+            "expert_features": (Size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2), ...),
+            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, rank=2), None),
+            "shared_features": rows("mixer.shared_experts.up_proj.weight"),
+            "mlp_features": rows("mixer.up_proj.weight"),
             "mlp_bias": _mlp_bias,
         },
     )
@@ -289,7 +271,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
             MOE: self.experts,
             ONLY_MLP: self.plain_mlp,
         }
-        return NemotronHBlock(self, build[kind](**options), **options)
+        return NemotronHBlock(self, build[kind], **options)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(rotary_features=0, rope_theta=None, **options)
@@ -333,38 +315,8 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         return MLP(self.features, self.mlp_features, use_bias=self.mlp_bias, **options)
 
 
-class NemotronHBlock(SequenceLayer[Any]):
-    """`x ← x + mixer(norm(x))`. The state is that of the mixer; MLPs and experts have none."""
-
-    divides_time = True
-
-    def __init__(
-        self,
-        config: NemotronHLanguageModelConfig,
-        mixer: SequenceLayer | MLP | Experts,
-        **options: Unpack[LayerOptions],
-    ):
-        super().__init__(config.features, **options)
-        self.norm = RMSNorm(config.features, epsilon=config.epsilon, **norm_options(options))
-        self.mixer = mixer
-
-    def init_state(self, batch_size: int) -> Any:
-        """The state of the mixer, or ()."""
-        mixer = self.mixer
-        return mixer.init_state(batch_size) if isinstance(mixer, SequenceLayer) else ()
-
-    def start(self, batch_size: int) -> Any:
-        mixer = self.mixer
-        return mixer.start(batch_size) if isinstance(mixer, SequenceLayer) else ()
-
-    def sequence(self, x, state, rows):
-        """Runs the mixer on the normed x, and adds its output."""
-        x = x.astype(self.computation_dtype(x))
-        n = self.norm(x)
-        if not isinstance(self.mixer, SequenceLayer):
-            return x + self.mixer(n), state
-        y, state = self.mixer.sequence(n, state, rows)
-        return x + y, state
+class NemotronHBlock(StateSpaceBlock):
+    """`x ← x + mixer(norm(x))`. The mixer is one of four, and MLPs and experts have no state."""
 
     def torch_layouts(self) -> Layouts:
         """`hf` and `hf-file`, which differ in the keys of the experts."""
@@ -384,7 +336,7 @@ class NemotronHBlock(SequenceLayer[Any]):
         if isinstance(mixer, Mamba2):
             return mixer.torch_layouts()["mamba2"]
         if isinstance(mixer, Attention):
-            return mixer.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")
+            return mixer.torch_layouts()["llama"]
         if isinstance(mixer, MLP):
             return mixer.rows("up_proj", "down_proj")
         rows = mixer.rows("gate.weight", None, up, down, "gate.e_score_correction_bias")

@@ -53,8 +53,7 @@ def _sizes(conv: str) -> dict[str, Any]:
     }
 
 
-STATE_DICT, _ = model_layouts("model", "norm", _sizes("conv1d"))
-_, FILE = model_layouts("model", "norm", _sizes("q_conv1d"))
+STATE_DICT, FILE = model_layouts("model", "norm", _sizes("conv1d"), _sizes("q_conv1d"))
 
 
 @dataclasses.dataclass(frozen=True)

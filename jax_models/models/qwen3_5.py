@@ -14,10 +14,11 @@ from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
+    BALANCE_FIELDS,
     FULL,
     LINEAR,
+    BalancedExpertsConfig,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
@@ -81,15 +82,14 @@ SIZES = {
     "tied_head": tied_head,
 }
 STACKED, SINGLE = SIZES | experts_sizes(EXPERTS), SIZES | experts_sizes(FILE_EXPERTS)
-TEXT, _ = model_layouts("model", "norm", STACKED, blocks_layout="hf")
-_, TEXT_FILE = model_layouts("model", "norm", SINGLE, blocks_layout="hf-file")
-WHOLE, _ = model_layouts("model.language_model", "norm", STACKED, blocks_layout="hf")
-_, WHOLE_FILE = model_layouts("model.language_model", "norm", SINGLE, blocks_layout="hf-file")
+TEXT, TEXT_FILE = model_layouts("model", "norm", STACKED, SINGLE)
+WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", STACKED, SINGLE)
 HF_FIELDS = GatedDeltaNetConfig.hf_fields | {"partial_rotary_factor": "rotary_fraction"}
 EXPERTS_FIELDS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "experts_per_token",
     "moe_intermediate_size": "expert_features",
+    **BALANCE_FIELDS,
 }
 DEFAULTS = {
     "head_dim": 256,
@@ -121,7 +121,7 @@ QWEN35_MOE = HFModel(
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
+class Qwen35LanguageModelConfig(GatedDeltaNetConfig, BalancedExpertsConfig):
     """The config of Qwen3.5. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls the models with experts `qwen3_5_moe`.
@@ -184,10 +184,17 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, ExpertsConfig):
             config = {"model_type": f"{model_type}_text", **text, **shared}
         return super().from_hf(config)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json, which always states the size of a head.
+
+        Otherwise, transformers would take its default, whatever the width of the model is.
+        """
+        return super().to_hf() | {"head_dim": self.head_size}
+
     @property
     def rotary_features(self) -> int:
         """The number of features of a head that `Attention` rotates."""
-        return int((self.head_features or self.features // self.num_heads) * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(

@@ -39,8 +39,7 @@ def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
     }
 
 
-STATE_DICT, _ = model_layouts("model", "norm", _sizes(EXPERTS))
-_, FILE = model_layouts("model", "norm", _sizes(FILE_EXPERTS))
+STATE_DICT, FILE = model_layouts("model", "norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What the language models of Mamba and Mamba-2 share, of transformers and of mamba_ssm."""
+"""What the language models of Mamba, Mamba-2 and Nemotron-H share."""
 
 __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack
 
 from flax import nnx
@@ -151,22 +151,35 @@ class StateSpaceConfig(HFConfig):
 
 
 class StateSpaceBlock(SequenceLayer[Any]):
-    """`x ← x + mixer(norm(x))`, where x keeps its dtype; the state is that of the mixer."""
+    """`x ← x + mixer(norm(x))`, where x keeps its dtype.
+
+    The state is that of the mixer, or () if the mixer treats each step separately, as an MLP does.
+    """
 
     divides_time = True
 
-    def __init__(self, config: StateSpaceConfig, **options: Unpack[LayerOptions]):
+    def __init__(
+        self, config: Any, build_mixer: Callable[..., Any], **options: Unpack[LayerOptions]
+    ):
         super().__init__(config.features, **options)
         self.norm = RMSNorm(config.features, epsilon=config.epsilon, **norm_options(options))
-        self.mixer = config.make_mixer(**options)
+        self.mixer = build_mixer(**options)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the mixer has a state."""
+        return isinstance(self.mixer, SequenceLayer)
 
     def init_state(self, batch_size: int) -> Any:
-        return self.mixer.init_state(batch_size)
+        return self.mixer.init_state(batch_size) if self.has_state else ()
+
+    def start(self, batch_size: int) -> Any:
+        return self.mixer.start(batch_size) if self.has_state else ()
 
     def sequence(self, x, state, rows):
         """Runs the mixer in the dtype of the parameters, and adds its output to x."""
         y = self.norm(x).astype(self.dtype or self.param_dtype)
-        y, state = self.mixer.sequence(y, state, rows)
+        y, state = self.mixer.sequence(y, state, rows) if self.has_state else (self.mixer(y), state)
         return x + y.astype(x.dtype), state
 
     def torch_layouts(self) -> Layouts:
@@ -187,7 +200,10 @@ class StateSpaceLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(*sizes, embedding_init=init, **options),
-            blocks=[StateSpaceBlock(config, **options) for _ in range(config.num_layers)],
+            blocks=[
+                StateSpaceBlock(config, config.make_mixer, **options)
+                for _ in range(config.num_layers)
+            ],
             norm=RMSNorm(config.features, epsilon=config.epsilon, **options),
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ def _safetensors_weights(path: Path) -> dict[str, StoredArray]:
     for key, entry in header.items():
         shape, dtype = tuple(entry["shape"]), _dtype(path, key, entry["dtype"])
         offset = 8 + size + entry["data_offsets"][0]
-        weights[key] = StoredArray(shape, dtype, partial(_read, path, dtype, offset, shape))
+        weights[key] = StoredArray(shape, dtype, partial(_read, path, dtype, offset, shape, None))
     return weights
 
 
@@ -180,13 +181,20 @@ def _read(
     dtype: np.dtype,
     offset: int,
     shape: tuple[int, ...],
-    strides: tuple[int, ...] | None = None,
+    strides: tuple[int, ...] | None,
+    part: slice | EllipsisType,
 ) -> np.ndarray:
-    """Reads an array from a file, either contiguous or with strides, which are given in elements.
+    """Reads an array or a part of its first axis from a file.
 
-    The array gets its own memory pages, which return to the system when it is freed. In malloc's
-    heap, freed arrays would leave gaps between those that stay.
+    The array is contiguous or has strides, which are given in elements. It gets its own memory
+    pages, which return to the system when it is freed. In malloc's heap, freed arrays would leave
+    gaps between those that stay.
     """
+    if part is not ...:
+        start, stop, _ = part.indices(shape[0])
+        of_first_axis = int(np.prod(shape[1:])) if strides is None else strides[0]
+        offset += start * of_first_axis * dtype.itemsize
+        shape = stop - start, *shape[1:]
     last = sum(s * (n - 1) for s, n in zip(strides or (), shape, strict=bool(strides)))
     count = 1 + last if strides and all(shape) else int(np.prod(shape))
     if not count:
@@ -244,7 +252,7 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
     except Exception as error:  # from tensorstore, msgpack, JSON or the file system
         raise ValueError(f"{path.name}: not a whole folder of orbax: {error}") from None
 
-    def restore(at: tuple[str, ...]) -> np.ndarray:
+    def restore(at: tuple[str, ...], part: slice | EllipsisType) -> np.ndarray:
         item: Any = 0
         args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for key in reversed(at):
@@ -255,7 +263,7 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
         )
         for key in at:
             restored = restored[key]
-        return restored
+        return np.asarray(restored)[part]
 
     return {
         ".".join(at).removeprefix("params."): StoredArray(

@@ -33,6 +33,11 @@ class _Row(NamedTuple):
     """Whether the keys' arrays are a parameter divided along the first axis at any places. Import
     checks only their total size.
     """
+    stacks: bool
+    """Whether the parameters are stacks of arrays that are converted one by one: the i-th of each
+    parameter from the i-th of the key's array, or from the i-th key. Import then reads only those
+    that devices of this process hold.
+    """
     tied: tuple[str, ...]
     """The keys under which a state_dict may have the row's array. Import needs only one of them.
     Empty: import needs all keys.
@@ -53,7 +58,7 @@ class Weight(_Row):
 
     Raises:
         TypeError: `params`, `keys` or `tied` is neither a tuple nor a list of names, or `separate`,
-            `exact` or `any_division` is not a bool.
+            `exact`, `any_division` or `stacks` is not a bool.
         ValueError: `params`, `keys` or `tied` has a name twice.
 
     """
@@ -69,12 +74,14 @@ class Weight(_Row):
         separate: bool = True,
         exact: bool = True,
         any_division: bool = False,
+        stacks: bool = False,
         tied: Sequence[str] = (),
         otherwise: "Weight | None" = None,
     ) -> "Weight":
         """Makes a row from its fields."""
         params, keys = checked_names("params", params), checked_names("keys", keys)
-        flags = {"separate": separate, "exact": exact, "any_division": any_division}
+        flags = {"separate": separate, "exact": exact}
+        flags |= {"any_division": any_division, "stacks": stacks}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r:.100}")

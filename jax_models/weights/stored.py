@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from types import EllipsisType
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,18 +15,23 @@ import numpy as np
 class StoredArray:
     """An array with a known shape and dtype, whose values are read by `np.asarray(stored)`.
 
-    >>> stored = StoredArray((2,), np.dtype("float32"), lambda: np.ones(2, np.float32))
+    >>> stored = StoredArray((2,), np.dtype("float32"), lambda part: np.ones(2, np.float32)[part])
     >>> np.asarray(stored)
     array([1., 1.], dtype=float32)
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
+    read: Callable[[slice | EllipsisType], np.ndarray]
+    """Reads a part of the first axis, or with `...` everything."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the values, each time anew."""
-        return np.array(self.read(), dtype, copy=copy)
+        return np.array(self.read(...), dtype, copy=copy)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Reads a part of the first axis, each time anew."""
+        return self.read(part)
 
 
 def dtype_of(value: Any) -> np.dtype:
@@ -57,9 +63,9 @@ def cast(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """Casts floating weights to a dtype. Each array is rounded when it is read."""
 
     def rounded(value: Any) -> StoredArray:
-        def read() -> np.ndarray:
+        def read(part: slice | EllipsisType) -> np.ndarray:
             with np.errstate(over="ignore"):  # `from_torch` warns about NaN and infinite values
-                return as_numpy(value).astype(dtype)
+                return as_numpy(value if part is ... else value[part]).astype(dtype)
 
         return StoredArray(tuple(value.shape), jnp.dtype(dtype), read)
 

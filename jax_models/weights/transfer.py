@@ -4,9 +4,9 @@ __all__ = ["from_torch", "to_torch"]
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
+from types import EllipsisType, MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -113,7 +113,8 @@ def from_torch(
 
     if not_finite:
         warnings.warn(
-            f"state_dict: numbers that are not finite in {', '.join(joined(not_finite))}",
+            "state_dict: numbers that are not finite in "
+            f"{', '.join(joined(dict.fromkeys(not_finite)))}",
             stacklevel=3,
         )
     for path, value in placed.items():
@@ -184,9 +185,9 @@ def _place(prefix: str) -> str:
     return prefix.removesuffix(".")
 
 
-def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
+def _exported(row: Weight, params: list[Any], i: int, part: slice | EllipsisType) -> np.ndarray:
     """Computes the array of a row's i-th key."""
-    return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
+    return transformed(row, "to_torch", [np.asarray(param) for param in params])[i][part]
 
 
 def check_entries(
@@ -291,7 +292,8 @@ def _put_row(
 ) -> dict[str, jax.Array]:
     """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
-    Besides the result, at most one copy of the arrays is in memory.
+    Besides the result, at most one copy of the arrays is in memory, or of the part of a stack that
+    one device holds.
 
     Raises:
         ValueError: an array cannot be read, or does not fit its parameter.
@@ -299,23 +301,69 @@ def _put_row(
     """
     if not row.params:
         return {}
-    entries = [state_dict[key] for key in row.keys]
-    arrays = [_read(key, entry) for key, entry in zip(row.keys, entries, strict=True)]
-    not_finite += [
-        key for key, array in zip(row.keys, arrays, strict=True) if not np.isfinite(array).all()
-    ]
-    values = [*transformed(row, "to_jax", arrays)]
-    del arrays
+    entries = {key: state_dict[key] for key in row.keys}
     # JAX may use the memory of an array that it is given, so copy arrays that belong to the caller.
-    own = np.asarray if all(isinstance(entry, StoredArray) for entry in entries) else np.array
-    placed = {}
+    stored = all(isinstance(entry, StoredArray) for entry in entries.values())
+    own = np.asarray if stored else np.array
+    likes = {path: params[path].get_value() for path in row.params}
+    if not row.stacks or any(shardings[path] is None for path in row.params):
+        return {
+            path: jax.device_put(own(value, likes[path].dtype), shardings[path]).block_until_ready()
+            for path, value in _read_params(row, entries, params, not_finite)
+        }
+    # Read each part of the stacks once, and give it to the devices that hold it.
+    held = {
+        path: [
+            (range(*index[0].indices(like.shape[0])), index[1:], device)
+            for device, index in shardings[path].addressable_devices_indices_map(like.shape).items()
+        ]
+        for path, like in likes.items()
+    }
+    shards: dict[str, list[jax.Array]] = {path: [] for path in row.params}
+    for part in dict.fromkeys(part for each in held.values() for part, _, _ in each):
+        given = entries if len(row.keys) == 1 == len(part) else _part_of(entries, part)
+        for path, value in _read_params(row, given, params, not_finite, part):
+            shards[path] += [
+                jax.device_put(own(value[:, *rest], likes[path].dtype), device).block_until_ready()
+                for its_part, rest, device in held[path]
+                if its_part == part
+            ]
+    return {
+        path: jax.make_array_from_single_device_arrays(like.shape, shardings[path], shards[path])
+        for path, like in likes.items()
+    }
+
+
+def _part_of(entries: Mapping[str, Any], part: range) -> dict[str, Any]:
+    """The entries for a part of a stack: some of the keys, or a part of the only key's array."""
+    chosen = slice(part.start, part.stop)
+    if len(entries) > 1:
+        return dict([*entries.items()][chosen])
+    return {key: entry[chosen] for key, entry in entries.items()}
+
+
+def _read_params(
+    row: Weight,
+    entries: Mapping[str, Any],
+    params: Mapping[str, nnx.Variable],
+    not_finite: list[str],
+    part: range | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads a row's entries, and yields the values of its parameters, or of a part of them.
+
+    Raises:
+        ValueError: an array cannot be read, or does not fit its parameter.
+
+    """
+    arrays = {key: _read(key, entry) for key, entry in entries.items()}
+    not_finite += [key for key, array in arrays.items() if not np.isfinite(array).all()]
+    values = [*transformed(row, "to_jax", [*arrays.values()])]
+    del arrays
     for path in row.params:
         value = values.pop(0)
-        if fault := _misfit(params[path], value):
-            raise ValueError(f"{', '.join(row.keys)}: {fault}")
-        value = own(value, dtype=params[path].get_value().dtype)
-        placed[path] = jax.device_put(value, shardings[path]).block_until_ready()
-    return placed
+        if fault := _misfit(params[path], value, part):
+            raise ValueError(f"{', '.join(entries)}: {fault}")
+        yield path, value
 
 
 def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
@@ -368,9 +416,11 @@ def _raise_faults(faults: list[Fault], what: str) -> None:
         raise ValueError(f"state_dict does not fit {what}:\n  " + "\n  ".join(lines(faults)))
 
 
-def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
-    """Describes why a value does not fit the parameter, or returns None."""
+def _misfit(param: nnx.Variable, value: np.ndarray, part: range | None) -> str | None:
+    """Describes why a value does not fit the parameter or a part of it, or returns None."""
     shape = param.get_value().shape
+    if part is not None:
+        shape = len(part), *shape[1:]
     if value.shape != shape:
         return f"to_jax gives shape {value.shape}, the parameter has {shape}"
     interval = bounds(param)

@@ -2,9 +2,11 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from jax_models import BambaLanguageModelConfig
 from parity_tests.registry.case import paired
+from parity_tests.registry.mamba2 import HYBRID_SIZES
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -15,21 +17,12 @@ from parity_tests.registry.mutation import (
 )
 
 bamba = partial(paired, layout="hf", architecture="bamba", twin_state=False, prefix=5)
+SIZES: dict[str, Any] = HYBRID_SIZES | {"head_features": 4}
 config = BambaLanguageModelConfig(
-    vocab_size=11,
-    features=8,
+    **SIZES,
     num_layers=3,
-    mlp_features=7,
     block_types=("linear_attention", "full_attention"),
-    num_heads=4,
-    num_kv_heads=2,
-    head_features=4,
-    mamba_heads=4,
-    mamba_head_features=3,
-    state_features=5,
-    num_groups=2,
     rope_theta=10.0,
-    max_length=40,
 )
 CASE, BIASES = "BambaLanguageModel", "BambaLanguageModel, biases, untied, odd rotation"
 CASES = [

@@ -5,6 +5,7 @@ from functools import partial
 
 from jax_models import FalconH1LanguageModelConfig
 from parity_tests.registry.case import paired
+from parity_tests.registry.mamba2 import HYBRID_SIZES
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -15,19 +16,9 @@ from parity_tests.registry.mutation import (
 
 falcon_h1 = partial(paired, layout="hf", architecture="falcon_h1", twin_state=False, prefix=5)
 config = FalconH1LanguageModelConfig(
-    vocab_size=11,
-    features=8,
+    **HYBRID_SIZES,
     num_layers=2,
-    mlp_features=7,
-    num_heads=4,
-    num_kv_heads=2,
-    head_features=6,
-    mamba_heads=4,
-    mamba_head_features=3,
-    state_features=5,
-    num_groups=2,
     rope_theta=10.0,
-    max_length=40,
     embedding_multiplier=3.0,
     head_multiplier=0.6,
     key_multiplier=0.7,
@@ -85,6 +76,7 @@ MUTATIONS = [
     forward(
         "input of the Mamba-2 not multiplied",
         plant=with_multiplier("mamba_in_multiplier", block=1),
+        culprit=block,
     ),
     forward(
         "output of the Mamba-2 not multiplied",
@@ -94,6 +86,7 @@ MUTATIONS = [
     forward(
         "input of the attention not multiplied",
         plant=with_multiplier("attention_in_multiplier", block=1),
+        culprit=block,
     ),
     forward(
         "output of the attention not multiplied",

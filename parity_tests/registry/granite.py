@@ -6,6 +6,7 @@ from functools import partial
 from jax_models import GraniteLanguageModelConfig
 from parity_tests.registry.case import paired
 from parity_tests.registry.experts import without_output
+from parity_tests.registry.mamba2 import HYBRID_SIZES
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -18,23 +19,13 @@ from parity_tests.registry.mutation import (
 
 granite = partial(paired, layout="hf", architecture="granite", twin_state=False, prefix=5)
 config = GraniteLanguageModelConfig(
-    vocab_size=11,
-    features=8,
+    **HYBRID_SIZES,
     num_layers=3,
-    mlp_features=7,
     block_types=("linear_attention", "full_attention"),
-    num_heads=4,
-    num_kv_heads=2,
-    head_features=6,
-    mamba_heads=4,
-    mamba_head_features=3,
-    state_features=5,
-    num_groups=2,
     embedding_multiplier=3.0,
     residual_multiplier=0.6,
     attention_multiplier=0.8,
     logits_scaling=2.0,
-    max_length=40,
 )
 CASE, ROTARY, EXPERTS = (
     "GraniteLanguageModel",

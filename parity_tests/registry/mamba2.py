@@ -20,6 +20,20 @@ from parity_tests.registry.mutation import (
 
 mamba2 = partial(paired, layout="mamba2", architecture="mamba2")
 SIZES: dict[str, Any] = {"num_heads": 4, "num_groups": 2, "head_features": 3, "state_features": 5}
+HYBRID_SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "features": 8,
+    "mlp_features": 7,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_features": 6,
+    "mamba_heads": 4,
+    "mamba_head_features": 3,
+    "state_features": 5,
+    "num_groups": 2,
+    "max_length": 40,
+}
+"""The sizes of the hybrids of Mamba-2 and attention."""
 LIMITED: dict[str, Any] = {"use_bias": True, "kernel_size": 3, "dt_limits": (0.6, 0.9)}
 NORM_FIRST, NO_NORM = "Mamba2, norm before the gate", "Mamba2, no norm, no conv bias"
 LIMITS = "Mamba2, biases, limits of Δ"

@@ -6,6 +6,7 @@ from functools import partial
 from jax_models import NemotronHLanguageModelConfig
 from parity_tests.registry.case import paired
 from parity_tests.registry.experts import biased_weights, without_output
+from parity_tests.registry.mamba2 import HYBRID_SIZES
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -17,18 +18,9 @@ from parity_tests.registry.mutation import (
 
 nemotron_h = partial(paired, layout="hf", architecture="nemotron_h", twin_state=False, prefix=5)
 config = NemotronHLanguageModelConfig(
-    vocab_size=11,
-    features=8,
+    **HYBRID_SIZES,
     num_layers=4,
-    mlp_features=7,
     block_types=("linear_attention", "moe", "full_attention", "mlp"),
-    num_heads=4,
-    num_kv_heads=2,
-    head_features=6,
-    mamba_heads=4,
-    mamba_head_features=3,
-    state_features=5,
-    num_groups=2,
     dt_limits=(0.6, 0.9),
     num_experts=6,
     experts_per_token=2,
@@ -39,7 +31,6 @@ config = NemotronHLanguageModelConfig(
     num_expert_groups=3,
     expert_groups_per_token=2,
     mlp_bias=True,
-    max_length=40,
 )
 CASE, PLAIN = "NemotronHLanguageModel", "NemotronHLanguageModel, no latent features, biases"
 CASES = [

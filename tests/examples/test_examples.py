@@ -106,6 +106,15 @@ def test_finetune_pretrained(example):
     assert "8+5=13" in printed
 
 
+@pytest.mark.slow
+def test_finetune_granite(example):
+    pytest.importorskip("transformers")
+    printed = example("finetune_granite", steps=200)
+    assert numbers(printed, r"loss ([\d.]+)")[-1] < 0.1
+    for prompt, answer, by_transformers in re.findall(r"(\d+)=(\d*), .* (\d*)", printed):
+        assert answer == by_transformers == "".join(sorted(prompt))
+
+
 def test_dreamer_gru(example):
     assert "FAIL" not in example("dreamer_gru")
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from jax_models import Experts, from_torch, to_torch
+from jax_models import Experts, from_torch, load_balancing_loss, to_torch
 
 GROUPS: dict[str, Any] = {"scores": "sigmoid", "num_groups": 4, "groups_per_token": 2}
 
@@ -61,6 +61,37 @@ def test_the_keys_of_single_experts_and_of_stacks_have_the_same_matrices():
     for table, given in ((stacked, weights), (single, of_each)):
         read = from_torch(build(), given, table)
         jax.tree.map(np.testing.assert_array_equal, to_torch(read, stacked), weights)
+
+
+def test_the_balancing_loss_is_that_of_all_layers_together():
+    """The router of the second layer prefers one expert, and two tokens are padding."""
+    layers = [Experts(5, 4, 8, 3, track_load=True, rngs=nnx.Rngs(i)) for i in range(2)]
+    layers[1].router_kernel[...] += 3 * jnp.eye(5, 8)
+    model, x = nnx.List(layers), tokens(4, 10)
+    active = np.ones((4, 10), bool)
+    active[1, 7:] = False
+    assert load_balancing_loss(model) == 0
+    for layer in layers:
+        layer(x, active=active)
+    scores = [np.asarray(jax.nn.softmax(x @ layer.router_kernel[...]))[active] for layer in layers]
+    chosen = [np.argsort(-each)[:, :3] for each in scores]
+    used = np.bincount(np.ravel(chosen), minlength=8) / (2 * active.sum())
+    expected = 8 * np.sum(used * np.concatenate(scores).mean(axis=0))
+    np.testing.assert_allclose(load_balancing_loss(model), expected, rtol=1e-5)
+    assert expected > 3.1
+    # Inference does not change it.
+    inference = nnx.view(model, deterministic=True)
+    inference[0](x[:1])
+    np.testing.assert_allclose(load_balancing_loss(inference), expected, rtol=1e-5)
+
+
+def test_a_layer_without_a_load_has_no_balancing_loss():
+    experts = build()
+    assert experts.load is None
+    with pytest.raises(ValueError, match=r"^model: expected Experts with track_load, .* got \[\]$"):
+        load_balancing_loss(experts)
+    with pytest.raises(ValueError, match=r'^track_load: expected None with scores="sigmoid"'):
+        build(scores="sigmoid", track_load=True)
 
 
 @pytest.mark.slow

@@ -98,6 +98,12 @@ def test_a_config_that_is_written_is_read_again(fields):
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
 
+@pytest.mark.parametrize("fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, BAMBA, GRANITE])
+def test_the_size_of_a_head_that_no_field_states_is_written(fields):
+    config = replace(read({"num_key_value_heads": 2, **fields}), head_features=None)
+    assert read(config.to_hf()).head_size == config.head_size == 4
+
+
 ROPE = "rope_parameters"
 
 

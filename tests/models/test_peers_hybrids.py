@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from optax import softmax_cross_entropy_with_integer_labels
 from peers import (
     assert_close,
     assert_same_logits_and_gradients,
@@ -409,6 +410,35 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
         assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("Qwen3.5 with experts", [70, 51]),
+        ("Qwen3-Next", None),
+        ("Granite 4 with experts", [70, 51]),
+        ("Jamba", None),
+    ],
+)
+def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
+    """It is added to that of the tokens, and padding does not count."""
+    hf = built(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    mask = np.arange(TOKENS.shape[1]) < np.reshape(lengths or [70, 70], (2, 1))
+
+    def call_transformers(model, tokens):
+        options = {} if lengths is None else {"attention_mask": torch.as_tensor(mask).long()}
+        labels = tokens.masked_fill(~torch.as_tensor(mask), -100)
+        return model(tokens, labels=labels, use_cache=False, **options).loss
+
+    def call(port, tokens):
+        port = nnx.view(port, deterministic=False)
+        logits, _ = port(tokens, lengths=None if lengths is None else np.asarray(lengths))
+        losses = softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return losses.mean(where=mask[:, 1:]) + sum(port.losses.values())
+
+    load = partial(from_weights, config=config_of({}, hf.config.to_dict()))
+    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
+
+
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
     """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
@@ -487,10 +517,13 @@ def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):
 @pytest.mark.parametrize("ours", architectures(HFConfig))
 def test_defaults_are_those_of_transformers(ours):
     """A config.json of the sizes alone is read as the whole one that transformers writes."""
-    for has_experts in {False, ours.hf_experts is not None}:
-        model = ours.hf_model(has_experts)
-        whole = getattr(transformers, model.hf_class).config_class().to_dict()
-        stated = {name: whole[name] for name in (*model.sizes, "model_type")}
+    for model_type in ours.model_types:
+        whole = transformers.AutoConfig.for_model(model_type).to_dict()
+        if "text_config" in whole:
+            continue  # its text part has a `model_type` of its own
+        other = ours.hf_experts
+        sizes = ours.hf_model(other is not None and model_type == other.model_type).sizes
+        stated = {name: whole[name] for name in (*sizes, "model_type")}
         assert ours.from_hf(stated) == ours.from_hf(whole)
 
 

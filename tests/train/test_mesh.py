@@ -52,11 +52,12 @@ MESHES_OF = {
     "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
     **dict.fromkeys(
         (
-            "BambaLanguageModel",
+            "FalconH1LanguageModel",
             "GriffinLanguageModel",
             "HippogriffLanguageModel",
             "HyenaDNALanguageModel",
-            "Qwen35LanguageModel",
+            "MambaLanguageModel",
+            "Qwen35LanguageModel, experts",
             "RWKV7LanguageModel",
         ),
         ("2×2×2, fully sharded",),
@@ -94,7 +95,8 @@ def run(name: str, config: MeshConfig, devices):
     # Dropout between layers needs two of them, Griffin's attention three.
     layers = min(max(MODELS[name].config.num_layers, 2), 3)
     sizes = {"vocab_size": VOCABULARY, "context_length": WINDOW, "num_layers": layers}
-    model = config_of(name, 8, remat=remat, **sizes, **rates)
+    balance = {"balance_experts": True, "balance_coefficient": 0.5}
+    model = config_of(name, 8, remat=remat, **sizes, **rates, **balance)
     trainer = Trainer(
         model.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
         build_optimizer(OptimizerConfig(clip_norm=1.0), STEPS),

@@ -162,6 +162,28 @@ def test_the_lines_of_a_run(tmp_path, monkeypatch, capsys):
     assert not scalars
 
 
+@pytest.mark.slow
+def test_the_loss_that_balances_experts_is_added_and_logged(tmp_path):
+    """The losses of evaluations are those of the tokens alone."""
+    sizes = ["num-layers=1", "features=16", "num-heads=2", "num-experts=4", "mlp-features=8"]
+    sizes += ["mamba-heads=2", "mamba-head-features=16", "state-features=4", "expert-features=8"]
+    options = [f"--model.{size}" for size in [*sizes, "balance-coefficient=0.5"]]
+    (tmp_path / "text").write_text(ALL_WORK)
+    options += [f"--text={tmp_path}/text", "--batch-size=4", "--window=8", "--seed=2001"]
+    options += ["--preset=granite", "--model.balance-experts", "--num-steps=1", "--dtype=float32"]
+    run = command(tmp_path / "run", *options)
+    [line] = run.metrics("training")
+    trainer = build_trainer(run.config)
+    state, batch = trainer.initial_state(), BATCHES[0]
+    model = trainer.model(state.params)
+    loss = train.trainer.step.token_losses(model, batch[:, :-1], batch[:, 1:]).mean()
+    assert model.losses["balance_loss"] > 0.5
+    np.testing.assert_allclose(line["balance_loss"], model.losses["balance_loss"], rtol=1e-5)
+    np.testing.assert_allclose(line["loss"], loss + line["balance_loss"], rtol=1e-5)
+    evaluated = trainer.evaluate(state.params, batch[None]).mean()
+    np.testing.assert_allclose(evaluated, loss, rtol=1e-5)
+
+
 def tensorboard_scalars(folder: Path) -> dict[tuple[int, str], float]:
     """The numbers in a run's file for TensorBoard, by step and name."""
     from tensorboardX.proto.event_pb2 import Event

@@ -100,7 +100,7 @@ def test_matrices_are_what_multiplies():
             assert not is_matrix(param)
         if param.ndim >= 2 and not is_matrix(param):
             declared.add(name)
-    names = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+    names = {"embedding", "pos_emb", "A_log", "B", "r_k", "time_faaaa"}
     assert declared == names
 
 

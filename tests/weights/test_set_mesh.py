@@ -23,6 +23,7 @@ import train.command.generate
 import train.command.train
 from jax_models import (
     LSTM,
+    Experts,
     SileroVAD,
     from_onnx,
     from_torch,
@@ -30,7 +31,9 @@ from jax_models import (
     load_pretrained,
     to_torch,
 )
+from jax_models.weights.checkpoint import weights_in
 from jax_models.weights.layouts import params_of
+from jax_models.weights.stored import StoredArray
 
 COLUMNS = P(None, "model")
 NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
@@ -133,6 +136,50 @@ LOADERS = {
         )
     },
 }
+
+
+@pytest.mark.slow
+@only_on_eight
+@pytest.mark.parametrize(
+    ("file", "inputs"),
+    [
+        ("experts.pt", ("gate_up", "gate_up")),
+        ("experts.safetensors", ("gate_up", "gate_up")),
+        ("experts.safetensors", ("{}.gate", "{}.up")),
+    ],
+)
+def test_devices_read_their_experts(mesh, file, inputs, tmp_path):
+    """Each expert is read once, and those of one device at a time."""
+    experts = Experts(5, 4, 16, 2, rngs=nnx.Rngs(0))
+    table = experts.rows("router", *inputs, "down")
+    weights, path = to_torch(experts, table), tmp_path / file
+    if file.endswith(".pt"):  # not contiguous
+        torch.save({k: torch.from_numpy(np.asfortranarray(a)) for k, a in weights.items()}, path)
+    else:
+        save_file(weights, path)
+    reads = []
+
+    def recorded(key, stored):
+        def read(part):
+            reads.append((key, part if part is ... else (part.start, part.stop)))
+            return stored.read(part)
+
+        return StoredArray(stored.shape, stored.dtype, read)
+
+    layer = nnx.eval_shape(lambda: Experts(5, 4, 16, 2, rngs=nnx.Rngs(0)))
+    divided = {path: P("model") for path in ("gate_kernel", "up_kernel", "down_kernel")}
+    for name, param in params_of(layer).items():
+        like, sharding = param.get_value(), NamedSharding(mesh, divided.get(name, P()))
+        param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding))
+    from_torch(layer, {key: recorded(key, a) for key, a in weights_in(path).items()}, table)
+
+    assert_placed(layer, mesh, divided)
+    assert_same_weights(to_torch(layer, table), weights)
+    of_devices = [(start, start + 2) for start in range(0, 16, 2)]
+    stacks = {"gate_up", "down"}
+    expected = [(key, part) for key in weights.keys() & stacks for part in of_devices]
+    expected += [(key, ...) for key in weights.keys() - stacks]
+    assert sorted(reads, key=str) == sorted(expected, key=str)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch_ref.layers.attention import Attention
 from torch_ref.layers.mlp import MLP
 from torch_ref.models.hybrid import State, mamba2_of
-from torch_ref.models.state_space import Backbone
+from torch_ref.models.state_space import Backbone, StateSpaceBlock
 
 
 class NemotronHRouter(nn.Module):
@@ -100,21 +100,10 @@ def mixer_of(config: Any, kind: str) -> nn.Module:
     return MLP(config.features, config.mlp_features, use_bias=config.mlp_bias)
 
 
-class NemotronHBlock(nn.Module):
-    """`x ← x + mixer(norm(x))`; the state is that of the mixer, or None of an MLP or experts."""
-
-    def __init__(self, config: Any, kind: str):
-        super().__init__()
-        self.norm = nn.RMSNorm(config.features, eps=config.epsilon)
-        self.mixer = mixer_of(config, kind)
-        self.has_state = kind in ("linear_attention", "full_attention")
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        n = self.norm(x)
-        if not self.has_state:
-            return x + self.mixer(n), None
-        y, state = self.mixer(n, state)
-        return x + y, state
+def block_of(config: Any, kind: str) -> StateSpaceBlock:
+    """Builds a block of a kind. MLPs and experts have no state."""
+    has_state = kind in ("linear_attention", "full_attention")
+    return StateSpaceBlock(config, mixer_of(config, kind), has_state=has_state)
 
 
 class NemotronHLanguageModel(nn.Module):
@@ -124,7 +113,7 @@ class NemotronHLanguageModel(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.model = Backbone(config, [NemotronHBlock(config, kind) for kind in config.mixings])
+        self.model = Backbone(config, [block_of(config, kind) for kind in config.mixings])
         self.lm_head = nn.Linear(config.features, config.vocab_size, bias=False)
 
     @classmethod

@@ -11,15 +11,17 @@ from torch_ref.models.hybrid import State
 
 
 class StateSpaceBlock(nn.Module):
-    """`x ← x + mixer(norm(x))`; the state is that of the mixer."""
+    """`x ← x + mixer(norm(x))`; the state is that of the mixer, or None if it has none."""
 
-    def __init__(self, config: Any, mixer: nn.Module):
+    def __init__(self, config: Any, mixer: nn.Module, *, has_state: bool = True):
         super().__init__()
         self.norm = nn.RMSNorm(config.features, eps=config.epsilon)
         self.mixer = mixer
+        self.has_state = has_state
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        y, last = self.mixer(self.norm(x), state)
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
+        n = self.norm(x)
+        y, last = self.mixer(n, state) if self.has_state else (self.mixer(n), None)
         return x + y, last
 
 

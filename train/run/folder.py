@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import LanguageModel
+from jax_models.models.load import without_values
 from jax_models.options import checked_options
 from train.checks import Contents
 from train.data.vocabulary import Vocabulary
@@ -353,7 +354,7 @@ def build_trainer(
             window=config.window,
             devices=devices or jax.devices(),
         )
-        model = _without_parameters(build) if abstract else build()
+        model = without_values(nnx.Param, build) if abstract else build()
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
             model,
@@ -367,13 +368,6 @@ def build_trainer(
         )
     except (NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(with_flag(str(error))) from None
-
-
-def _without_parameters(build: Callable[[], LanguageModel]) -> LanguageModel:
-    """A model whose parameters are shapes. Other variables, such as dropout keys, have values."""
-    model = nnx.eval_shape(build)
-    nnx.update(model, jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))())
-    return model
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:

@@ -89,6 +89,8 @@ class Monitor:
         """The losses since the last line, including those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
         """The gradient norm of the last applied step, and the time since the last line."""
+        self._other_losses: dict[str, float] = {}
+        """The losses of the last applied step that are added to that of the tokens."""
         self._num_steps = 0
         self._start = self._training_start = self._last_drawing = time.perf_counter()
         self._last_call_end: float | None = None
@@ -158,18 +160,21 @@ class Monitor:
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
         """Waits for the steps of a call, logs them, and returns those that were not applied."""
-        losses, norms = (np.asarray(each).tolist() for each in measures)
+        measures = jax.tree.map(np.asarray, measures)
         now = time.perf_counter()
         assert self._last_call_end is not None
         self._steps_done = stop
         seconds, self._last_call_end = (now - self._last_call_end) / (stop - start), now
         config, skipped = self._run.config, []
-        for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
+        for i, step in enumerate(range(start, stop)):
+            loss, norm = float(measures.loss[i]), float(measures.gradient_norm[i])
             self._seconds += seconds
             self._num_steps += 1
             if math.isfinite(loss) and math.isfinite(norm):
                 self.unlogged.append(loss)
                 self._gradient_norm = norm
+                others = measures.other_losses.items()
+                self._other_losses = {name: float(values[i]) for name, values in others}
             else:
                 skipped.append(step)
                 self._log_skipped(step, loss, norm)
@@ -213,6 +218,7 @@ class Monitor:
         line = {
             "step": step,
             "loss": fmean(losses),
+            **self._other_losses,
             "learning_rate": float(self._schedule(step - len(self.skipped) - 1)),
             "gradient_norm": self._gradient_norm,
             "tokens_per_second": round(speed, 1),

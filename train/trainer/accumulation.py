@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 
 def accumulate_gradients(
-    value_and_grad: Callable[..., tuple[Float[Array, ""], Any]],
-) -> Callable[..., tuple[Float[Array, ""], Any]]:
-    """Computes the loss and its gradient part by part, and returns their means over the parts.
+    value_and_grad: Callable[..., tuple[Any, Any]],
+) -> Callable[..., tuple[Any, Any]]:
+    """Computes the losses and the gradient part by part, and returns their means over the parts.
 
     Turns `value_and_grad(params, key, *batch)` into a function whose batch arrays have an
     additional leading axis for the parts. The parts are equally large, so the means are those of

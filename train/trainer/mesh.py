@@ -39,8 +39,8 @@ class MeshConfig(CheckedFields):
     """Number of devices over which the rows of a batch are divided. None: as many of the available
     devices as divide the rows evenly."""
     model: int = 1
-    """Number of devices over which the wide projections are divided (tensor parallelism), and the
-    vocabulary if it divides evenly."""
+    """Number of devices over which the wide projections are divided (tensor parallelism), the
+    experts, and the vocabulary if it divides evenly."""
     sequence: int = 1
     """Number of devices over which the time of each row is divided, in models with linear
     recurrences."""

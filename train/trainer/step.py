@@ -54,9 +54,11 @@ class Measures(NamedTuple):
     """The measures of a step, or of several. A step is applied only if both are finite."""
 
     loss: Float[Array, "*n"]
-    """Before the step, in nats per token."""
+    """Before the step, in nats per token, with the other losses of the model added."""
     gradient_norm: Float[Array, "*n"]
     """Before clipping."""
+    other_losses: dict[str, Float[Array, "*n"]]
+    """`model.losses`: each of the losses that are added."""
 
 
 def token_losses(
@@ -82,7 +84,9 @@ class Trainer:
     The mesh axis `data` divides the rows of a batch, `sequence` their time, and `model` the wide
     projections. With `fully_sharded`, the devices also divide the parameters and the optimizer's
     state. The parameters whose paths match one of the regular expressions `freeze` keep their
-    values, and have neither gradients nor a state of the optimizer.
+    values, and have neither gradients nor a state of the optimizer. If the model has other
+    `losses`, such as one that balances its experts, a step adds them to that of the tokens, but an
+    evaluation does not.
 
     Raises:
         NotImplementedError: the model cannot divide its time axis, or cannot reset its state.
@@ -107,6 +111,7 @@ class Trainer:
         self.mesh = mesh
         self.accumulate = accumulate
         self.losses = partial(token_losses, end_of_text=end_of_text)
+        self.names_of_losses = [*nnx.eval_shape(lambda model: model.losses, model)]
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.trainable = trainable(self.initial_params, freeze)
         self.optimizer = optimizer
@@ -114,6 +119,8 @@ class Trainer:
         self.specs = param_specs(model, mesh, fully_sharded=fully_sharded)
         # Inside `shard_map`, the layers see one device's part of a batch and of the parameters.
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
+        if mesh.shape[MODEL] > 1:
+            view = nnx.view(view, experts_axis=MODEL, raise_if_not_found=False)
         if (count := mesh.shape[SEQUENCE]) > 1:
             try:
                 view = nnx.view(view, time_axis=SEQUENCE, raise_if_not_found=False)
@@ -199,23 +206,24 @@ class Trainer:
         def loss_fn(trained, frozen, key, inputs, targets):
             model = self._local_model(self.trainable.join(trained, frozen))
             nnx.reseed(model, default=key)
-            return jnp.mean(self.losses(model, inputs, targets))
+            loss = jnp.mean(self.losses(model, inputs, targets))
+            return loss + sum(model.losses.values()), model.losses
 
-        def mean_loss_and_gradient(trained, frozen, step, inputs, targets):
+        def mean_losses_and_gradient(trained, frozen, step, inputs, targets):
             key = jax.random.fold_in(self.dropout_key, step)
-            loss_and_gradient = jax.value_and_grad(loss_fn)
-            loss, gradient = accumulate_gradients(
-                lambda trained, *batch: loss_and_gradient(trained, frozen, *batch)
+            losses_and_gradient = jax.value_and_grad(loss_fn, has_aux=True)
+            losses, gradient = accumulate_gradients(
+                lambda trained, *batch: losses_and_gradient(trained, frozen, *batch)
             )(trained, key, inputs, targets)
-            return self._mean(loss), self._mean_gradient(gradient)
+            return jax.tree.map(self._mean, losses), self._mean_gradient(gradient)
 
         # Each device computes on its part of the batch.
         trained, frozen = self.trainable.split(state.params)
         trained_specs, frozen_specs = self.trainable.split(self._local_specs())
         parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
         batch_spec = P(None, *BATCH_AXES)
-        loss, gradient = jax.shard_map(
-            mean_loss_and_gradient,
+        (loss, other_losses), gradient = jax.shard_map(
+            mean_losses_and_gradient,
             in_specs=(trained_specs, frozen_specs, P(), batch_spec, batch_spec),
             out_specs=(P(), trained_specs),
             **self._shard_map_options(),
@@ -223,7 +231,7 @@ class Trainer:
         # Update the parameters where they are stored, unless a number is not finite.
         shardings, _ = self.trainable.split(self.shardings(state).params)
         gradient = jax.lax.with_sharding_constraint(gradient, shardings)
-        measures = Measures(loss, optax.tree.norm(gradient))
+        measures = Measures(loss, optax.tree.norm(gradient), other_losses)
         before = trained, state.optimizer_state
         after = apply_gradient(self.optimizer, gradient, state.optimizer_state, trained)
         is_finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.gradient_norm)
@@ -253,7 +261,8 @@ class Trainer:
             )
 
         zeros = jnp.zeros(len(batches))
-        return jax.lax.fori_loop(0, count, step, (state, Measures(zeros, zeros)))
+        measures = Measures(zeros, zeros, dict.fromkeys(self.names_of_losses, zeros))
+        return jax.lax.fori_loop(0, count, step, (state, measures))
 
     @partial(jax.jit, static_argnums=0)
     def is_finite(self, state: TrainState) -> Bool[Array, ""]:

@@ -1,0 +1,173 @@
+"""What the hybrids of Mamba-2 and attention share: their config, and how it is read from keys."""
+
+__all__: list[str] = []  # only the modules of the models import it
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jax_models.layers.attention import Attention
+from jax_models.layers.mamba2 import Mamba2, checked_limits
+from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
+from jax_models.models.hf import kinds_by_key
+from jax_models.models.hybrid import FULL, LINEAR, HybridConfig, heads_of, rows
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, layouts_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2HybridConfig(HybridConfig):
+    """The base class of the configs of hybrids with Mamba-2."""
+
+    kinds: ClassVar = (LINEAR, FULL)
+    float32_keys: ClassVar = tuple(f".mamba.{name}" for name in ("A_log", "D", "dt_bias"))
+    hf_fields: ClassVar = HybridConfig.hf_fields | {
+        "attention_bias": "attention_bias",
+        "mamba_n_heads": "mamba_heads",
+        "mamba_d_head": "mamba_head_features",
+        "mamba_d_state": "state_features",
+        "mamba_n_groups": "num_groups",
+        "mamba_d_conv": "kernel_size",
+        "mamba_proj_bias": "mamba_bias",
+        "mamba_conv_bias": "conv_bias",
+        "time_step_limit": "dt_limits",
+    }
+    hf_values: ClassVar = {
+        "hidden_act": ("silu", "swish"),
+        "attention_dropout": (0,),
+        "rope_type": ("default",),
+        "tie_word_embeddings": (False, True),
+    }
+    hf_defaults: ClassVar = {"mamba_n_heads": 128, "mamba_d_state": 256, "mamba_expand": 2}
+
+    block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
+    """The kinds of the blocks, from the lowest up. The pattern repeats."""
+    mamba_heads: int = 8
+    """Number of heads of a Mamba-2."""
+    mamba_head_features: int = 48
+    """Size of a head of a Mamba-2."""
+    state_features: int = 64
+    """Size of the state of each feature of a Mamba-2's head."""
+    num_groups: int = 1
+    """Number of groups of a Mamba-2's heads that share B and C."""
+    kernel_size: int = 4
+    """Number of taps of the causal convolutions."""
+    mamba_bias: bool = False
+    """Whether the projections of a Mamba-2 have biases."""
+    conv_bias: bool = True
+    """Whether the convolutions have biases."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    """The least and the greatest Δ."""
+    attention_bias: bool = False
+    """Whether the projections of the attention have biases."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "dt_limits", checked_limits("dt_limits", self.dt_limits))
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills in sizes that depend on others."""
+        inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
+        size = given.get("mamba_d_head", "auto")
+        size = inner // heads if size == "auto" else size
+        if size * heads != inner:
+            raise ValueError(
+                "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
+                f"{inner} / {heads}, got {size}"
+            )
+        # A null means as many heads of keys as of queries, even if another number is the default.
+        default = cls.hf_defaults.get("num_key_value_heads")
+        kv_heads = config.get("num_key_value_heads", default) or given["num_attention_heads"]
+        sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
+        return super().converted(given, config) | sizes
+
+    @classmethod
+    def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """The size of all heads of a Mamba-2 together."""
+        return given["mamba_expand"] * given["hidden_size"]
+
+    def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | self.inner_to_hf()
+
+    def inner_to_hf(self) -> dict[str, Any]:
+        """The field of the config.json from which `inner_features` reads this size."""
+        inner, features = self.mamba_heads * self.mamba_head_features, self.features
+        if inner % features:
+            raise ValueError(
+                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
+                f"features = {features}, as in transformers, got {inner}"
+            )
+        return {"mamba_expand": inner // features}
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        bias = self.attention_bias
+        return super().attention(use_bias=bias, out_bias=bias, epsilon=None, **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        return self.make(
+            Mamba2,
+            num_heads=self.mamba_heads,
+            head_features=self.mamba_head_features,
+            use_bias=self.mamba_bias,
+            dt_init=nnx.initializers.ones,
+            **options,
+        )
+
+
+def state_features(heads: str, head_features: str) -> Callable[[int, Fields], int]:
+    """Computes the size of a Mamba-2's state from the number of channels of its convolution.
+
+    The convolution has the channels of the heads, and of B and C for each group. The fields of the
+    config have these names.
+    """
+
+    def convert(channels: int, fields: Fields) -> int:
+        inner = fields[heads] * fields[head_features]
+        return (channels - inner) // (2 * fields["num_groups"])
+
+    return convert
+
+
+def mamba2_sizes(attention: str, mamba: str) -> dict[str, Any]:
+    """The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width.
+
+    The two mixers have these names in the keys of a block.
+    """
+    states = state_features("mamba_heads", "mamba_head_features")
+    return {
+        "block_types": kinds_by_key(f"*.{mamba}.A_log", LINEAR, FULL),
+        "num_heads": UNDETERMINED,
+        "head_features": rows(
+            f"{attention}.q_proj.weight", lambda size, fields: size // fields["num_heads"]
+        ),
+        "num_kv_heads": rows(f"{attention}.k_proj.weight", heads_of()),
+        "attention_bias": has(f"*.{attention}.q_proj.bias"),
+        "mamba_heads": rows(f"{mamba}.A_log", rank=1),
+        "mamba_head_features": (
+            Size(
+                f"*.{mamba}.out_proj.weight",
+                1,
+                rank=2,
+                convert=lambda size, fields: size // fields["mamba_heads"],
+            ),
+            ...,
+        ),
+        "num_groups": UNDETERMINED,
+        "state_features": rows(f"{mamba}.conv1d.weight", states, rank=3),
+        "kernel_size": (Size(f"*.{mamba}.conv1d.weight", 2, rank=3), ...),
+        "mamba_bias": has(f"*.{mamba}.in_proj.bias"),
+        "conv_bias": has(f"*.{mamba}.conv1d.bias"),
+        "tied_head": tied_head,
+    }
+
+
+@layouts_of(Attention)
+def attention_layouts(attention: Attention) -> Layouts:
+    """`llama`: the keys of transformers' LlamaAttention, which has no norms."""
+    if attention.qk_norm is not None:
+        return {}
+    return {"llama": attention.rows("q_proj", "k_proj", "v_proj", "o_proj", "", "")}
