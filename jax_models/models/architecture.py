@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -53,6 +53,27 @@ class Size(NamedTuple):
     """The number of axes that the weight must have. None: any number."""
     convert: Callable[[Any, Fields], Any] = lambda size, fields: size
     """Computes the field from the size and from the fields that the table lists before it."""
+
+
+class Mark(NamedTuple):
+    """Parts of keys that identify a checkpoint.
+
+        Mark(has=(".mixer.dt_bias",), lacks=(".mixer.q_proj.",))
+
+    Some key contains `.mixer.dt_bias`, and no key contains `.mixer.q_proj.`.
+    """
+
+    has: tuple[str, ...]
+    """Substrings, each of which occurs in some key."""
+    lacks: tuple[str, ...] = ()
+    """Substrings that occur in no key."""
+
+    def fits(self, keys: Sequence[str]) -> bool:
+        """Whether a checkpoint with these keys has the mark."""
+        has, lacks = (
+            [any(part in key for key in keys) for part in parts] for parts in (self.has, self.lacks)
+        )
+        return all(has) and not any(lacks)
 
 
 class Layout(NamedTuple):
@@ -206,9 +227,10 @@ class ModelConfig(CheckedFields):
     """The models' name in error messages. A class without a name is a base class of others."""
     model_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` in the config.json of such a model."""
-    marks: ClassVar[tuple[str, ...]] = ()
-    """Substrings of keys that identify a checkpoint if no config.json names the model. Without
-    marks, a layout's embedding, last norm and required sizes identify it.
+    marks: ClassVar[tuple[str | Mark, ...]] = ()
+    """What identifies a checkpoint if no config.json names the model: one of these is a substring
+    of a key, or a `Mark` that the checkpoint has. Without marks, a layout's embedding, last norm
+    and required sizes identify it.
     """
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
@@ -234,9 +256,10 @@ class ModelConfig(CheckedFields):
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
         """Whether these are the keys of a model of this class."""
-        if cls.marks:
-            return any(mark in key for key in keys for mark in cls.marks)
         weights = dict.fromkeys(keys)
+        if cls.marks:
+            marks = (Mark((each,)) if isinstance(each, str) else each for each in cls.marks)
+            return any(mark.fits([*weights]) for mark in marks)
         checkpoints = [Checkpoint(weights, layout) for layout in cls.layouts.values()]
         return any(
             {each.layout.embedding, each.layout.norm} <= weights.keys()

@@ -3,12 +3,12 @@
 __all__ = ["BambaLanguageModel", "BambaLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import Size, has
+from jax_models.models.architecture import Mark, Size, has
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
@@ -36,7 +36,14 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
     family: ClassVar = "Bamba"
     presets: ClassVar = {"bamba": {}}
     model_types: ClassVar = ("bamba",)
-    marks: ClassVar = (".pre_ff_layernorm.",)
+    marks: ClassVar = (
+        # The first block has one mixer. Falcon-H1's blocks have both, and Jamba has another Mamba.
+        Mark((".pre_ff_layernorm.", ".layers.0.mamba.dt_bias"), lacks=(".layers.0.self_attn.",)),
+        Mark(
+            (".pre_ff_layernorm.", ".layers.0.self_attn."),
+            lacks=(".layers.0.mamba.", ".mamba.x_proj."),
+        ),
+    )
     block_keys: ClassVar = {
         "hf": {
             LINEAR: BlockKeys("mamba", *NORMS, "mamba2", "feed_forward"),
@@ -57,14 +64,6 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
 
     def build(self, **options: Unpack[NormOptions]) -> "BambaLanguageModel":
         return BambaLanguageModel(self, **options)
-
-    @classmethod
-    def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are keys of Bamba, whose blocks have one mixer. Falcon-H1's have two."""
-        names = {*keys}
-        attention, mamba = "self_attn.q_proj.weight", "mamba.A_log"
-        beside = {key.replace(attention, mamba) for key in names if key.endswith(attention)}
-        return super().recognizes(names) and not beside & names
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

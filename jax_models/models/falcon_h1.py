@@ -4,15 +4,14 @@ __all__ = ["FalconH1LanguageModel", "FalconH1LanguageModelConfig", "FalconH1Stat
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import UNDETERMINED, Size, has
-from jax_models.models.bamba import BambaLanguageModelConfig
+from jax_models.models.architecture import UNDETERMINED, Mark, Size, has
 from jax_models.models.hybrid import (
     BlockKeys,
     HybridLanguageModel,
@@ -65,7 +64,7 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
         }
     }
     model_types: ClassVar = ("falcon_h1",)
-    marks: ClassVar = (".pre_ff_layernorm.",)
+    marks: ClassVar = (Mark((".layers.0.mamba.dt_bias", ".layers.0.self_attn.")),)
     kinds: ClassVar = (HYBRID,)
     block_keys: ClassVar = {
         "hf": {
@@ -135,12 +134,6 @@ class FalconH1LanguageModelConfig(Mamba2HybridConfig):
 
     def build(self, **options: Unpack[NormOptions]) -> "FalconH1LanguageModel":
         return FalconH1LanguageModel(self, **options)
-
-    @classmethod
-    def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are keys of Falcon-H1. Bamba has the same, but one mixer in each block."""
-        names = [*keys]
-        return super().recognizes(names) and not BambaLanguageModelConfig.recognizes(names)
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

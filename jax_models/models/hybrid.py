@@ -220,7 +220,8 @@ class BalancedExpertsConfig(ExpertsConfig):
     @property
     def tracks_load(self) -> bool:
         """Whether the model has this loss."""
-        return self.balance_experts and self.balance_coefficient != 0 and self.num_experts > 0
+        has_experts = any(map(self.has_experts, range(self.num_layers)))
+        return self.balance_experts and self.balance_coefficient != 0 and has_experts
 
     def experts(self, **options: Any) -> Experts:
         return super().experts(track_load=self.tracks_load, **options)

@@ -4,13 +4,13 @@ __all__ = ["Mamba2LanguageModel", "Mamba2LanguageModelConfig"]
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.mamba2 import Mamba2, checked_limits
-from jax_models.models.architecture import UNDETERMINED, Size
+from jax_models.models.architecture import UNDETERMINED, Mark, Size
 from jax_models.models.mamba2_hybrid import state_features
-from jax_models.models.nemotron_h import NemotronHLanguageModelConfig
+from jax_models.models.nemotron_h import OTHER_MIXERS
 from jax_models.models.state_space import (
     StateSpaceConfig,
     StateSpaceLanguageModel,
@@ -29,7 +29,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
 
     family: ClassVar = "Mamba-2"
     model_types: ClassVar = ("mamba2",)
-    marks: ClassVar = (".mixer.dt_bias",)
+    marks: ClassVar = (Mark((".mixer.dt_bias",), lacks=OTHER_MIXERS),)
     float32_keys: ClassVar = tuple(f".mixer.{name}" for name in ("A_log", "D", "dt_bias"))
     layouts: ClassVar = state_space_layouts(
         "mamba2",
@@ -96,12 +96,6 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
                 f"{features}, as in transformers, got {inner}"
             )
         return super().to_hf() | {"expand": inner // features}
-
-    @classmethod
-    def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are keys of Mamba-2, and not of Nemotron-H, which has other blocks, too."""
-        names = [*keys]
-        return super().recognizes(names) and not NemotronHLanguageModelConfig.recognizes(names)
 
     def make_mixer(self, **options: Any) -> Mamba2:
         inits = self.mixer_inits(self.num_heads * self.head_features)

@@ -57,6 +57,8 @@ MARK = {
     ONLY_MLP: "*.mixer.up_proj.weight",
 }
 """The key by which a block of each kind is recognized."""
+OTHER_MIXERS = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
+"""Parts of the keys of the mixers that are no Mamba-2."""
 
 
 def _block_types(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
     family: ClassVar = "Nemotron-H"
     presets: ClassVar = {"nemotron-h": {"model.block_types": (LINEAR, ONLY_MLP, FULL, ONLY_MLP)}}
     model_types: ClassVar = ("nemotron_h",)
-    marks: ClassVar = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
+    marks: ClassVar = OTHER_MIXERS
     left_out: ClassVar = ("mtp.",)
     kinds: ClassVar = (LINEAR, FULL, ONLY_MLP, MOE)
     float32_keys: ClassVar = tuple(

@@ -20,6 +20,7 @@ from jax_models import (
     Experts,
     FalconH1LanguageModelConfig,
     GraniteLanguageModelConfig,
+    JambaLanguageModelConfig,
     LFM2LanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
@@ -62,6 +63,7 @@ GRANITE = MAMBA2 | {"model_type": "granitemoehybrid", "num_local_experts": 0}
 GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
+JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -84,6 +86,7 @@ def read(fields: dict[str, Any]) -> Any:
         GRANITE_EXPERTS,
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
+        JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
@@ -178,6 +181,14 @@ ROPE = "rope_parameters"
         (NEMOTRON_H | {"layer_types": ["attention"] * 6}, "block_types", (FULL,)),
         (NEMOTRON_H | {"mamba_n_groups": 4}, "num_groups", 4),
         (NEMOTRON_H | {"mamba_dt_limit": [0.5, 1.0]}, "dt_limits", (0.5, 1.0)),
+        (JAMBA, "mixings", [LINEAR] * 4 + [FULL, LINEAR]),
+        (JAMBA | {"attn_layer_offset": 7}, "block_types", (LINEAR,)),
+        (JAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1}, "block_types", (LINEAR, FULL)),
+        (JAMBA | {"mamba_dt_rank": "auto"}, "dt_rank", 1),
+        (JAMBA | {"mamba_expand": 3}, "inner_features", 48),
+        (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (JAMBA | {"num_experts": 1}, "num_experts", 1),
+        (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -258,6 +269,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
         (NEMOTRON_H | {"hybrid_override_pattern": "MX"}, "layer_types: expected some of .*X"),
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
+        (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
+        (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -309,6 +322,9 @@ qwen3_next = Qwen3NextLanguageModelConfig(
     key_features=3,
     value_features=5,
 )
+jamba = JambaLanguageModelConfig(
+    **small, block_types=(LINEAR, FULL), inner_features=16, state_features=3, dt_rank=2
+)
 MODELS = {
     "qwen3_5_text": qwen,
     "qwen3_5_text with experts": replace(
@@ -346,11 +362,30 @@ MODELS = {
         shared_features=6,
         latent_features=3,
     ),
+    "jamba": jamba,
+    "jamba with experts": replace(jamba, num_experts=4),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("bamba", {"mamba_heads": 3}, "mamba_heads: expected .* multiple of features = 8, .* 12$"),
+        ("jamba", {"inner_features": 12}, "inner_features: expected a multiple of .* = 8, .* 12$"),
+        (
+            "jamba",
+            {"num_layers": 4, "block_types": (FULL, FULL, LINEAR)},
+            "block_types: expected attention in one block of each period, ",
+        ),
+    ],
+)
+def test_a_config_that_transformers_cannot_have_is_not_written(name, change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        replace(MODELS[name], **change).to_hf()
 
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
+JAMBA = "JambaForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -125,6 +126,17 @@ NEMOTRON_SIZES = {
     "n_routed_experts": 6,
     "moe_intermediate_size": 7,
     "moe_shared_expert_intermediate_size": 9,
+}
+JAMBA_SIZES = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_offset": 0,
+    "mamba_d_state": 5,
+    "mamba_dt_rank": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
 }
 MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
@@ -292,6 +304,24 @@ MODELS: dict[str, tuple[str, Any]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    "Jamba": (JAMBA, JAMBA_SIZES),
+    "Jamba, other options": (
+        JAMBA,
+        {
+            **JAMBA_SIZES,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+            "attn_layer_offset": 0,
+            "expert_layer_period": 3,
+            "num_experts_per_tok": 1,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
     "Mamba-2, other options": (
         MAMBA2,
@@ -338,7 +368,7 @@ STATE_SPACES = [
     name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
 ]
 WITH_EXPERTS = [
-    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT)
+    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
@@ -386,6 +416,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
         ("Qwen3.5 with experts", [70, 51]),
         ("Qwen3-Next", None),
         ("Granite 4 with experts", [70, 51]),
+        ("Jamba", None),
     ],
 )
 def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
@@ -434,24 +465,33 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
         assert_close(theirs[is_text], ours[is_text])
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, "Mamba-2", "Mamba-2, other options"], indirect=True)
+MAMBAS = ["Jamba", "Mamba-2", "Mamba-2, other options"]
+
+
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *MAMBAS], indirect=True)
 def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
-    """Faults of transformers 5.24: a step forgets the limits of Δ, and Bamba restarts positions."""
+    """Faults of transformers 5.24: a step forgets the limits of Δ, and Bamba restarts positions.
+
+    A piece of several tokens forgets the state of Jamba's Mamba (47087).
+    """
     expected = logits_of(hf, TOKENS)[:, -1]
     scale = np.abs(expected).max()
 
-    def cached_step(**options: Any) -> np.ndarray:
+    def last_piece(count: int = 1, **options: Any) -> np.ndarray:
+        first, second = map(torch.as_tensor, np.split(TOKENS, [-count], axis=1))
         with InFloat64(), torch.no_grad():
-            cache = hf(torch.as_tensor(TOKENS[:, :-1]), use_cache=True).cache
-            return hf(torch.as_tensor(TOKENS[:, -1:]), cache=cache, **options).logits[:, 0].numpy()
+            cache = hf(first, use_cache=True).cache
+            return hf(second, cache=cache, **options).logits[:, -1].numpy()
 
-    step = cached_step(position_ids=torch.tensor([[TOKENS.shape[1] - 1]]))
-    if np.isfinite(hf.config.time_step_limit[1]):
+    step = last_piece(position_ids=torch.tensor([[TOKENS.shape[1] - 1]]))
+    if np.isfinite(getattr(hf.config, "time_step_limit", [np.inf])[-1]):
         assert np.abs(step - expected).max() > 0.05 * scale
     else:
         assert_close(step, expected)
     if isinstance(hf, transformers.BambaForCausalLM):
-        assert np.abs(cached_step() - expected).max() > 0.01 * scale
+        assert np.abs(last_piece() - expected).max() > 0.01 * scale
+    if isinstance(hf, transformers.JambaForCausalLM):
+        assert np.abs(last_piece(2) - expected).max() > 0.1 * scale
 
 
 def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):

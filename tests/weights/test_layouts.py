@@ -112,6 +112,23 @@ def test_every_field_that_changes_a_shape_is_read_from_it(name):
                 assert shapes_of(replace(config, **{field: other})) == shapes, field
 
 
+ATTENTION_FIRST = ("full_attention", "linear_attention")
+MARKED = {name: MODELS[name] for name in FAMILIES if MODELS[name].marks} | {
+    f"{name}, attention first": replace(MODELS[name], block_types=ATTENTION_FIRST)
+    for name in ("BambaLanguageModel", "JambaLanguageModel")
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_marks_of_a_model_are_not_those_of_another(name):
+    """Without a config.json, they identify a checkpoint in any layout, also under a prefix."""
+    config = MARKED[name]
+    for table in abstract(config).torch_layouts().values():
+        keys = [f"model.{key}" for row in table for key in row.keys]
+        found = [each for each in architectures() if each.marks and each.recognizes(keys)]
+        assert found == [type(config)]
+
+
 def test_every_language_model_is_read():
     assert {*map(type, MODELS.values())} == {*architectures(LanguageModelConfig)}
 
@@ -178,6 +195,7 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
         (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["NemotronHLanguageModel"], "num_heads", FOLDER),
+        (MODELS["JambaLanguageModel"], "experts_per_token", FOLDER),
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):
