@@ -70,7 +70,8 @@ def heartbeat() -> Iterator[None]:
                 _last_line.clear()
                 continue
             for describe, since in _activities[-1:]:  # the other thread may just have ended it
-                _writers[-1](f"{describe()} ({time.monotonic() - since:.0f} s so far)")
+                seconds = round(time.monotonic() - since)
+                _writers[-1](describe() + (f" ({seconds} s so far)" if seconds else ""))
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

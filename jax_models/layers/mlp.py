@@ -2,7 +2,7 @@
 
 __all__ = ["MLP", "GatedMLP"]
 
-from typing import Unpack
+from typing import Any, Unpack
 
 from flax import nnx
 
@@ -51,9 +51,7 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         down_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
-        bias_init = options.get("bias_init")
-        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
-        matrix = with_inits(options, lecun_normal, use_bias=use_bias)
+        matrix = _options_of_projections(use_bias, options)
         self.activation: GateActivation = activation
         self.use_bias = use_bias
         self.gate_proj = Linear(features, mlp_features, **matrix)
@@ -122,9 +120,7 @@ class MLP(SharedLayer, CheckedOptions, nnx.Module):
         activation: MLPActivation = "relu2",
         **options: Unpack[LayerOptions],
     ):
-        bias_init = options.get("bias_init")
-        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
-        matrix = with_inits(options, lecun_normal, use_bias=use_bias)
+        matrix = _options_of_projections(use_bias, options)
         self.activation: MLPActivation = activation
         self.use_bias = use_bias
         self.up_proj = Linear(features, mlp_features, **matrix)
@@ -141,3 +137,9 @@ class MLP(SharedLayer, CheckedOptions, nnx.Module):
         """The rows of a torch module that keeps its projections in `Linear`s of these names."""
         projections = (("up_proj", up), ("down_proj", down))
         return [row for ours, key in projections for row in linear(ours, key, bias=self.use_bias)]
+
+
+def _options_of_projections(use_bias: bool, options: LayerOptions) -> dict[str, Any]:
+    bias_init = options.get("bias_init")
+    refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
+    return with_inits(options, lecun_normal, use_bias=use_bias)

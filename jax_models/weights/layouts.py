@@ -1,7 +1,7 @@
 """Chooses the weight table of a layer, checks that it is complete, and runs its transforms."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines
-from jax_models.weights.places import locate_keys
+from jax_models.weights.places import locate_keys, prefix_argument
 from jax_models.weights.rows import Weight, join, last_word
 from jax_models.weights.tables import Layouts, Table, checked_table, nested
 from jax_models.weights.wrappers import find_wrapped
@@ -25,12 +25,13 @@ def weight_table(
     layout: str | Table | None,
     state_dict: Mapping[str, Any] | None = None,
     place: str = "",
+    argument: Callable[[str], str] = prefix_argument,
 ) -> tuple[str, Table]:
     """The name and table of a layout. None: the state_dict's layout, or else the layer's first.
 
     If the caller passes a table, its name is "". If the state_dict is that of a larger torch
-    module, `place` is the path of the module in it. Tied rows have only those of their keys that
-    the state_dict has.
+    module, `place` is the path of the module in it. If its keys have another prefix, the error
+    proposes `argument(prefix)`. Tied rows have only those of their keys that the state_dict has.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -55,7 +56,7 @@ def weight_table(
     if state_dict is None:
         name = next(iter(layouts))
         return name, nested(layouts[name], "", place)
-    name = _detect(layouts, state_dict, layer, place)
+    name = _detect(layouts, state_dict, layer, place, argument)
     return name, [row.for_keys(state_dict) for row in nested(layouts[name], "", place)]
 
 
@@ -172,7 +173,13 @@ def _keys_inside(place: str, state_dict: Mapping[str, Any]) -> set[str]:
     return {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
 
 
-def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
+def _detect(
+    layouts: Layouts,
+    state_dict: Mapping[str, Any],
+    layer: Any,
+    place: str,
+    argument: Callable[[str], str],
+) -> str:
     """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
     start, keys = join(place, ""), _keys_inside(place, state_dict)
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
@@ -181,7 +188,8 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         return best
     if not state_dict:
         raise ValueError("state_dict: it has no keys")
-    if found := locate_keys(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
+    misfit = partial(_misfit_at, layouts, layer)
+    if found := locate_keys(state_dict, known.values(), misfit, argument):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
     if wrapped := find_wrapped(keys):

@@ -20,17 +20,23 @@ class KeysFound(NamedTuple):
     num_keys: int
 
 
+def prefix_argument(prefix: str) -> str:
+    """The argument with which `from_torch` reads the keys under a prefix."""
+    return f'prefix="{prefix}"'
+
+
 def locate_keys(
     state_dict: Mapping[Any, Any],
     layouts: Collection[Collection[str]],
     misfit: Callable[[Mapping[Any, Any], str], str | None] | None = None,
+    argument: Callable[[str], str] | None = None,
 ) -> str | None:
     """Says where at least half of a layout's keys are: in an entry, or under a prefix.
 
-    The text ends with Python code that returns these entries or, with `misfit`, with the `prefix`
-    argument to pass instead. `misfit(entry, prefix)` describes a shape that does not fit there, or
-    returns None. Only places where all shapes fit are proposed. If each of them is inside a wrapper
-    such as an adapter, the text describes the wrapper instead.
+    The text ends with Python code that returns these entries or, with `argument`, with what
+    `argument(prefix)` says to pass instead. `misfit(entry, prefix)` describes a shape that does not
+    fit there, or returns None. Only places where all shapes fit are proposed. If each of them is
+    inside a wrapper such as an adapter, the text describes the wrapper instead.
     """
     places = [*_find_keys(state_dict, layouts)]
     faults = [misfit and misfit(place.entry, place.prefix) for place in places]
@@ -53,8 +59,8 @@ def locate_keys(
         return f"its keys are {where}, but their shapes do not fit: {next(filter(None, faults))}"
     if not place.prefix:
         code = place.code
-    elif misfit:
-        code = _prefix_argument(prefixes, place.code)
+    elif argument is not None:
+        code = _arguments([*map(argument, prefixes)], place.code)
     else:
         code = _code_without_prefix(prefixes, [*filter(_is_key, place.entry)], place.code)
     return f"its weights are {where}: give {code}"
@@ -87,10 +93,10 @@ def _is_key(key: Any) -> bool:
     return isinstance(key, str)
 
 
-def _prefix_argument(prefixes: list[str], code: str) -> str:
-    few = " or ".join(f'prefix="{prefix}"' for prefix in prefixes[:4])
+def _arguments(arguments: list[str], code: str) -> str:
+    few = " or ".join(arguments[:4])
     entry = "" if code == "state_dict" else f"{code} and "
-    return f"{entry}{few}{' or …' if len(prefixes) > 4 else ''}"
+    return f"{entry}{few}{' or …' if len(arguments) > 4 else ''}"
 
 
 def _code_without_prefix(prefixes: list[str], keys: list[str], code: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.run.checkpoints import Checkpoints, _compare
+from train.run.checkpoints import Checkpoints, _difference
 from twinscan.command_line import CommandLineError
 
 NEWEST = 3
@@ -92,7 +92,7 @@ def test_another_checkpoint_under_its_name_is_noticed(folder, tmp_path):
 
 def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
     """It reads the newer checkpoints instead, and does not call any of them damaged."""
-    reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _compare
+    reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _difference
 
     def save(*steps: int) -> None:
         monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
         save(7, 8, 9)
         return restore(reader._orbax, *args)
 
-    monkeypatch.setattr("train.run.checkpoints._compare", save_and_compare)
+    monkeypatch.setattr("train.run.checkpoints._difference", save_and_compare)
     chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
     assert not reader.damaged
 

@@ -202,7 +202,7 @@ def tensorboard_scalars(folder: Path) -> dict[tuple[int, str], float]:
 def assert_says(printed: str, *activities: str) -> None:
     """Asserts that a line of the heartbeat names each activity, a regular expression."""
     for activity in activities:
-        line = rf"^{activity} \(\d+ s so far\)$"
+        line = rf"^{activity}( \(\d+ s so far\))?$"
         assert re.search(line, printed, re.MULTILINE), f"{activity} is not in {printed}"
 
 
@@ -299,7 +299,7 @@ def test_the_time_of_an_activity_is_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "evaluate", slow_evaluate)
     with heartbeat():
         command(tmp_path / "run", "--num-steps", "1")
-    assert "compiling the training step (0 s so far)\n" in capsys.readouterr().out
+    assert "compiling the training step\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", ["twinscan", "train"])

@@ -255,12 +255,15 @@ class Checkpoints:
             try:
                 manifest = _read_manifest(folder / MANIFEST)
                 expected = {"run": self.run, "step": step}
-                _compare({name: manifest.get(name) for name in expected}, expected)
-                _compare(_file_digests(folder / STATE), manifest["files"])
+                fault = _difference(
+                    {name: manifest.get(name) for name in expected}, expected
+                ) or _difference(_file_digests(folder / STATE), manifest["files"])
+                if fault is not None:
+                    raise DamagedError(fault)
                 self._manifests[step] = manifest
-            except DamagedError as fault:
+            except DamagedError as error:
                 if self._exists(step):
-                    self.damaged[step] = str(fault)
+                    self.damaged[step] = str(error)
         return step in self._manifests
 
     def _exists(self, step: int) -> bool:
@@ -272,14 +275,13 @@ class Checkpoints:
         manifest = self._manifests[step]
         fitting = (like for like in likes if dtypes_and_shapes(like) == manifest["arrays"])
         like = next(fitting, likes[0])
-        try:
-            _compare(manifest["arrays"], dtypes_and_shapes(like))
-        except DamagedError as difference:
+        difference = _difference(manifest["arrays"], dtypes_and_shapes(like))
+        if difference is not None:
             raise CommandLineError(
                 f"{self.folder / str(step)}: the checkpoint is intact, but has other arrays than "
                 f"this version's model and optimizer: {difference} (an earlier version of twinscan "
                 "may have begun the run; use that version)"
-            ) from None
+            )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
             return self._orbax.restore(self.folder / str(step) / STATE, abstract)
@@ -310,15 +312,16 @@ def _check_space(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises a DamagedError that names the first difference."""
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """Describes the first difference, or returns None."""
     for name in sorted({*found, *expected}):
         if name not in found:
-            raise DamagedError(f"{name} is missing")
+            return f"{name} is missing"
         if name not in expected:
-            raise DamagedError(f"{name} does not belong to it")
+            return f"{name} does not belong to it"
         if found[name] != expected[name]:
-            raise DamagedError(f"{name}: expected {expected[name]}, got {found[name]}")
+            return f"{name}: expected {expected[name]}, got {found[name]}"
+    return None
 
 
 def _file_digests(folder: Path) -> dict[str, str]:

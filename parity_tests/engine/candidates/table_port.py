@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -49,16 +48,14 @@ def port_module(
     # Then export them again: a weight that comes back changed is lost in the port.
     state_dict = only_floating(all_in_dtype(reference.arrays, "float64"))
     try:
-        _, table = weight_table(model, weights, state_dict)
+        _, table = weight_table(model, weights, state_dict, argument=_submodule)
         others = other_params(model, table)
     except TypeError as error:
         raise TypeError(f"weights: {error}") from None
     except ValueError as error:
         is_own = isinstance(weights, list)
         hint = "; parity_tests.draft_table(twin, model) drafts the missing rows" if is_own else ""
-        # Where `from_torch` takes the prefix of a submodule, a comparison takes the submodule.
-        text = re.sub(r'prefix="(.+?)\."', r'twin.get_submodule("\1") as the twin', str(error))
-        raise ValueError(f"weights: {text}{hint}") from None
+        raise ValueError(f"weights: {error}{hint}") from None
     if others:
         model = merge(*split(model))  # the caller's model keeps its parameters
         adopt(model, others)
@@ -72,6 +69,11 @@ def port_module(
     ]
     problem, notes = _with_table(problem, model, table, state_dict, reference.owners)
     return problem, faults, notes
+
+
+def _submodule(prefix: str) -> str:
+    """What to compare instead if the weights are under a prefix."""
+    return f'twin.get_submodule("{prefix.removesuffix(".")}") as the twin'
 
 
 def _port_with_own_weights(
