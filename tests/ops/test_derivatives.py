@@ -70,6 +70,11 @@ def gated_delta_rule(q, k, v, log_decay, beta, state, **options):
     return jnp.where(REAL[..., None], y, 0), last
 
 
+def state_space(q, k, v, log_decay, state, **options):
+    """The gated delta rule without a correction."""
+    return gated_delta_rule(q, k, v, log_decay, None, state, **options)
+
+
 def local_attention(q, k, v, keys, values):
     """Attention of rows that have read five steps or one. A document ends among the new steps."""
     state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
@@ -119,6 +124,7 @@ SHAPES = {
         *[(BATCH, TIME, 2)] * 2,
         (BATCH, 2, 4, 3),
     ),
+    state_space: (*[(BATCH, TIME, 1, 3)] * 2, VALUES, (BATCH, TIME, 2), (BATCH, 2, 4, 3)),
     rnn: shapes_of(1),
     gru: shapes_of(3),
     lstm: shapes_of(4, ROW),
@@ -142,6 +148,7 @@ IN_BOTH_MODES = [
     (gru, {}),  # has two biases that cannot be added
     (projected_lstm, {}),  # has a matrix product after the state
     (gated_delta_rule, {"method": "chunked"}),
+    (state_space, {"method": "chunked"}),
     (ops.long_conv, {"method": "twisted"}),
     (grouped_dot, {"method": "blocks"}),
 ]

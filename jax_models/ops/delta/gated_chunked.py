@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,9 @@ from jaxtyping import Array
 
 from jax_models.ops.affine import einsum, product
 from jax_models.ops.delta.calls import GatedDeltaRule, Results
+from jax_models.ops.delta.decays import Decays
 from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
+from jax_models.ops.delta.uncorrected import Chunk, run_chunk
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -108,74 +109,55 @@ def _gradients(residuals, gradients):
 
 
 def _chunk(call: GatedDeltaRule) -> tuple[Array, Array]:
-    """Computes a chunk by matrix products, and returns the state after it and its outputs.
+    """Computes a chunk by matrix products, and returns the state after it and its outputs."""
+    q, k, v, log_w, beta = call.prepared(call.steps)
+    batch, steps, key_heads, _ = k.shape
+    by_key_head = batch, steps, key_heads, -1
+    chunk = Chunk(
+        q=jnp.moveaxis(q, 1, 2),
+        k=jnp.moveaxis(k, 1, 2),
+        v=jnp.moveaxis(v.reshape(*by_key_head, v.shape[-1]), 1, 2),
+        log_w=jnp.moveaxis(log_w.reshape(*by_key_head, 1), 1, 3),
+        state=call.state.reshape(batch, key_heads, -1, *call.state.shape[2:]),
+    )
+    if beta is None:
+        after, y = run_chunk(chunk)
+    else:
+        after, y = _corrected(chunk, jnp.moveaxis(beta.reshape(*by_key_head, 1), 1, 3))
+    return after.reshape(call.state.shape), jnp.moveaxis(y, 2, 1).reshape(call.steps.v.shape)
 
-    S₀ is the state before the chunk, and D_ti, e_t and f_i are those of `_Decays`. Each step adds
+
+def _corrected(chunk: Chunk, beta: Array) -> tuple[Array, Array]:
+    """Computes a chunk whose values are corrected by what the state holds under their keys.
+
+    S₀ is the state before the chunk, and D_ti, e_t and f_i are those of `Decays`. Each step adds
     u_t k_tᵀ to the decayed state:
 
-        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t), or u_t = v_t without β
+        u_t + β_t Σ_{i<t} D_ti (k_tᵀ k_i) u_i = β_t (v_t − e_t S₀ k_t)
         y_t = e_t S₀ q_t + Σ_{i≤t} D_ti (q_tᵀ k_i) u_i
         S = S₀ Π α + Σ_i f_i u_i k_iᵀ
 
     The heads of a key head read the same queries and keys, so one product computes q_tᵀ k_i and
     k_tᵀ k_i for all of them.
     """
-    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), call.prepared(call.steps))
-    size, key_heads = steps.k.shape[-2], steps.k.shape[1]
-
-    def by_key_head(x):
-        return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])
-
-    q, k, (v, log_w, beta) = *steps[:2], jax.tree.map(by_key_head, steps[2:])
-    state, decays = by_key_head(call.state), _Decays.of(log_w)
-    if beta is None:
-        scores_of_q = einsum("bgtk,bgik->bgti", q, k)
-        found_by_q = einsum("bgtk,bghvk->bghtv", q, state)
-        u = v
-    else:
-        # Queries and keys are stacked: one product reads the keys for both, and one the state.
-        readers = jnp.concatenate([q, k], axis=-2)
-        scores_of_q, scores_of_k = _halves(einsum("bgtk,bgik->bgti", readers, k), size)
-        found_by_q, found_by_k = _halves(einsum("bgtk,bghvk->bghtv", readers, state), size)
-        t, i = step_and_other(size)
-        earlier = jnp.where(i < t, decays.between * scores_of_k[:, :, None], 0)
-        u = _solve(-beta * earlier, beta * (v - decays.from_start * found_by_k))
+    q, k, v, log_w, state = chunk
+    size, decays = k.shape[-2], Decays.of(log_w)
+    # Queries and keys are stacked: one product reads the keys for both, and one the state.
+    readers = jnp.concatenate([q, k], axis=-2)
+    scores_of_q, scores_of_k = _halves(einsum("bgtk,bgik->bgti", readers, k), size)
+    found_by_q, found_by_k = _halves(einsum("bgtk,bghvk->bghtv", readers, state), size)
+    t, i = step_and_other(size)
+    earlier = jnp.where(i < t, decays.between * scores_of_k[:, :, None], 0)
+    v = jnp.swapaxes(v, 2, 3)
+    u = _solve(-beta * earlier, beta * (v - decays.from_start * found_by_k))
     y = decays.from_start * found_by_q + product(decays.between * scores_of_q[:, :, None], u)
     after = state * decays.fade + einsum("bghiv,bgik->bghvk", decays.to_end * u, k)
-    y = y.reshape(y.shape[0], -1, *y.shape[3:])
-    return after.reshape(call.state.shape), jnp.moveaxis(y, 2, 1)
+    return after, jnp.swapaxes(y, 2, 3)
 
 
 def _halves(x: Array, size: int) -> tuple[Array, Array]:
     """Splits the results of queries and keys that are stacked."""
     return x[..., :size, :], x[..., size:, :]
-
-
-class _Decays(NamedTuple):
-    """The decays of a chunk, as products of the decays α of its steps.
-
-    Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
-    that a strong decay costs the other steps no digits, and no exponential overflows.
-    """
-
-    between: Array
-    """D_ti, that of the steps i + 1 … t, and 0 if i > t."""
-    from_start: Array
-    """e_t, that of the steps up to t."""
-    to_end: Array
-    """f_i, that of the steps after i."""
-    fade: Array
-    """Π α, that of all steps."""
-
-    @classmethod
-    def of(cls, log_w: Array) -> "_Decays":
-        """Computes the decays from their logarithms, (…, step, 1)."""
-        t, i = step_and_other(log_w.shape[-2])
-        until = (i <= t).astype(log_w.dtype)
-        between = jnp.exp(product(until, jnp.where(t > i, log_w, 0)))
-        from_start, to_end = (jnp.exp(product(steps, log_w)) for steps in (until, 1 - until))
-        fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
-        return cls(jnp.where(i <= t, between, 0), from_start, to_end, fade)
 
 
 def _of_chunk(call: GatedDeltaRule, state: Array, n) -> GatedDeltaRule:
