@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     ours: Callable[..., jax.Array]
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
-    """The measured sizes, batch and time first."""
+    """The measured sizes, in the order in which `draw` takes them."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -202,6 +202,24 @@ LAYERS = (
     (64, 50, 192, 192),
 )
 
+
+def draw_selective_scan(rng, batch, time, features, state_size):
+    """The inputs, steps, keys and rates of Mamba, whose rates are −1 … −state_size at first."""
+    B, C = normal(rng, 2, batch, time, state_size)
+    return {
+        "u": normal(rng, batch, time, features),
+        "dt": uniform(rng, 0.001, 0.1, batch, time, features),
+        "A": -np.tile(np.arange(1, state_size + 1, dtype=np.float32), (features, 1)),
+        "B": B,
+        "C": C,
+    }
+
+
+def run_selective_scan(method, **arrays):
+    """Mamba's scan, from the zero state."""
+    return ops.selective_scan(**arrays, method=method)[0]
+
+
 # Gated recurrences
 
 
@@ -264,6 +282,22 @@ GATED = (
     (100, 50, 20, 50),
 )
 
+# Mixtures of experts
+
+
+def draw_grouped_dot(rng, rows, groups, features, out):
+    """Rows, and a matrix for each group."""
+    kernels = normal(rng, groups, features, out) * np.float32(features**-0.5)
+    return {"x": normal(rng, rows, features), "kernels": kernels}
+
+
+def run_grouped_dot(method, x, kernels):
+    """The product of each row with the matrix of its group, for groups of random sizes."""
+    groups = len(kernels)
+    sizes = np.random.default_rng(0).multinomial(len(x), np.full(groups, 1 / groups))
+    return ops.grouped_dot(x, kernels, jnp.asarray(sizes), method=method)
+
+
 # Convolutions and attention
 
 
@@ -312,9 +346,45 @@ PAIRS: Mapping[str, Pair] = {
     "linear_recurrence": Pair(draw_linear_recurrence, *by_form(run_linear_recurrence), ROWS),
     "min_gru": min_rnn(ops.min_gru, 2),
     "min_lstm": min_rnn(ops.min_lstm, 3),
+    "selective_scan": Pair(
+        draw_selective_scan,
+        *by_form(run_selective_scan),
+        (
+            (1, 9, 10, 4),
+            (1, 64, 96, 16),
+            (1, 300, 128, 16),
+            (1, 1024, 256, 16),
+            (1, 1024, 1536, 16),
+            (1, 2048, 64, 32),
+            (2, 500, 77, 16),
+            (3, 100, 200, 8),
+            (4, 512, 192, 16),
+            (8, 128, 256, 16),
+            (16, 64, 100, 16),
+            (32, 40, 64, 8),
+        ),
+    ),
     **gated("lstm", ops.lstm, ops.LSTMState, 4),
     **gated("gru", ops.gru, ops.GRUState, 3),
     **gated("rnn", ops.rnn, ops.RNNState, 1),
+    "grouped_dot": Pair(
+        draw_grouped_dot,
+        *by_form(run_grouped_dot),
+        (
+            (17, 3, 10, 12),
+            (64, 4, 64, 64),
+            (100, 64, 96, 128),
+            (128, 8, 256, 512),
+            (256, 8, 256, 256),
+            (300, 16, 128, 77),
+            (512, 16, 256, 256),
+            (512, 64, 128, 256),
+            (1024, 4, 128, 128),
+            (1024, 32, 64, 192),
+            (2000, 10, 100, 100),
+            (4096, 64, 64, 64),
+        ),
+    ),
     "modal_conv": Pair(
         draw_modal_conv,
         *by_form(run_modal_conv),
