@@ -102,8 +102,9 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 def refuse_unused(name: str, value: Any, *, unless: bool, because: str) -> None:
     """Raises an error if an option is given that has no effect, such as an unused initializer."""
     if value is not None and not unless:
+        unused = False if isinstance(value, bool) else None
         got = "an initializer" if callable(value) else value
-        raise ValueError(f"{name}: expected None {because}, got {got}")
+        raise ValueError(f"{name}: expected {unused} {because}, got {got}")
 
 
 def checked_path(name: str, path: Any) -> Path:

@@ -37,7 +37,7 @@ lecun_normal_of_each = nnx.initializers.lecun_normal(batch_axis=0)
 
 
 class ExpertLoad(nnx.Variable):
-    """How much the last call of an `Experts` in training used each expert.
+    """How often each expert was chosen in the last call in training.
 
     The first row has the numbers of tokens that chose each expert, the second the sums of the
     tokens' scores.
@@ -232,9 +232,18 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
     ) -> Float[Array, "... features"]:
         """Applies the chosen experts, and the shared one, to the last axis of x.
 
-        `active` is true for the tokens that count in `load`, because padding does not. None: all.
+        `active` is False for padding, which `load` does not count. None: all tokens count.
+
+        Raises:
+            TypeError: x does not consist of floating numbers.
+            ValueError: the last axis of x has another size than `features`, `active` has another
+                shape than the tokens, or `experts_axis` is no axis of the mesh or does not divide
+                the experts.
+
         """
         x = checked_rows(x, self.router_kernel.shape[0])
+        if active is not None and jnp.shape(active) != x.shape[:-1]:
+            raise ValueError(f"active: expected shape {x.shape[:-1]}, got {jnp.shape(active)}")
         dtype = self.dtype or jnp.result_type(x, self.up_kernel[...])
         x = x.astype(dtype)
         tokens = x.reshape(-1, x.shape[-1])
@@ -301,28 +310,34 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         kernels = Kernels(gate, self.up_kernel[...], self.down_kernel[...])
         axis = self.experts_axis
         if axis is None:
-            return self.mixture_of(kernels, x, weights, chosen)
+            return self.local_mixture(kernels, x, weights, chosen)
+        sizes = jax.sharding.get_abstract_mesh().shape
+        if axis not in sizes:
+            raise ValueError(
+                f"experts_axis: expected an axis of the mesh, which has {[*sizes]}, got {axis!r}"
+            )
+        check_divides("experts_axis", sizes[axis], "num_experts", self.num_experts)
 
-        # A number that no expert of a device has is larger than theirs, as for its last pairs.
+        # The experts of other devices get the number `count`, which sorts last and has no matrix.
         def of_device(kernels: Kernels, x: Array, weights: Array, chosen: Array):
             count = len(kernels.up)
             own = chosen - count * lax.axis_index(axis)
             own = jnp.where((own >= 0) & (own < count), own, count)
             x, weights, own = match_varying_axes((x, weights, own))
-            return lax.psum(self.mixture_of(kernels, x, weights, own), axis)
+            return lax.psum(self.local_mixture(kernels, x, weights, own), axis)
 
         specs = jax.tree.map(lambda _: P(axis), kernels), P(), P(), P()
         divided = jax.shard_map(of_device, in_specs=specs, out_specs=P(), axis_names={axis})
         return divided(kernels, x, weights, chosen)
 
-    def mixture_of(
+    def local_mixture(
         self,
         kernels: "Kernels",
         x: Float[Array, "tokens features"],
         weights: Float[Array, "tokens chosen"],
         chosen: Int[Array, "tokens chosen"],
     ) -> Float[Array, "tokens features"]:
-        """Like `mixture`, with these matrices. The output of an expert without one is zero."""
+        """Like `mixture`, with these matrices. A number without a matrix contributes zero."""
         # Sort the pairs of a token and an expert by expert, and run all experts at once.
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert)
@@ -422,8 +437,8 @@ def load_balancing_loss(model: nnx.Module) -> Float[Array, ""]:
 
     f_e is the number of tokens that chose expert e, and p_e is the mean of their s_e, both divided
     by the number of tokens and taken over all `Experts` with `track_load` in the model. The loss is
-    `experts_per_token` if each expert is used equally. Its gradient is that of p. It is zero before
-    the first call.
+    `experts_per_token` if each expert is used equally. Only p is differentiated. The loss is zero
+    before the first call.
 
     Raises:
         ValueError: no `Experts` in the model has `track_load`, or their numbers of experts or of
@@ -441,7 +456,7 @@ def load_balancing_loss(model: nnx.Module) -> Float[Array, ""]:
     if len(sizes) != 1:
         raise ValueError(
             "model: expected Experts with track_load, all with the same num_experts and "
-            f"experts_per_token, got {sorted(sizes)}"
+            f"experts_per_token, got {sorted(sizes) or 'none'}"
         )
     [(num_experts, experts_per_token)] = sizes
     # Add up the layers, and then the devices. XLA rejects an all-reduce over a single device if

@@ -76,6 +76,17 @@ class Mark(NamedTuple):
         return all(has) and not any(lacks)
 
 
+def check_marks(name: str, marks: Any) -> None:
+    """Raises an error unless marks are a tuple of strings and of `Mark`s of such tuples."""
+    is_flat = not isinstance(marks, Mark) and isinstance(marks, tuple)
+    if not (is_flat and all(isinstance(mark, str | Mark) for mark in marks)):
+        raise TypeError(f"{name}: expected a tuple of strings and Marks, got {marks!r}")
+    for mark in marks:
+        for part in mark if isinstance(mark, Mark) else ():
+            if not (isinstance(part, tuple) and all(isinstance(each, str) for each in part)):
+                raise TypeError(f"{name}: expected tuples of strings in a Mark, got {part!r}")
+
+
 class Layout(NamedTuple):
     """The keys of a checkpoint, for `torch_layouts` and `from_state_dict`."""
 
@@ -228,9 +239,9 @@ class ModelConfig(CheckedFields):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str | Mark, ...]] = ()
-    """What identifies a checkpoint if no config.json names the model: one of these is a substring
-    of a key, or a `Mark` that the checkpoint has. Without marks, a layout's embedding, last norm
-    and required sizes identify it.
+    """What identifies a checkpoint if no config.json names the model. Each is a substring of some
+    key, or a `Mark` that the keys fit, and one of them suffices. Without marks, a layout's
+    embedding, last norm and required sizes identify it.
     """
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
@@ -244,8 +255,9 @@ class ModelConfig(CheckedFields):
     """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Checks the layouts of the class."""
+        """Checks the marks and the layouts of the class."""
         super().__init_subclass__(**kwargs)
+        check_marks(f"{cls.__name__}.marks", cls.marks)
         for name, layout in cls.layouts.items():
             check_layout(f"{cls.__name__}.layouts[{name!r}]", layout)
 

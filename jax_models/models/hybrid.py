@@ -231,7 +231,7 @@ BALANCE_FIELDS = {
     "output_router_logits": "balance_experts",
     "router_aux_loss_coef": "balance_coefficient",
 }
-"""The fields of a config.json that have the values of a `BalancedExpertsConfig`."""
+"""The fields of a config.json, and the fields of a `BalancedExpertsConfig` that they set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ class HybridBlock(ResidualBlock[Any]):
         self.mlp = mlp(**options)
 
     def mlp_of(self, rows: Rows) -> Map:
-        """The MLP or the experts, which are told which tokens are padding."""
+        """The MLP, or the experts with the mask of the real tokens."""
         return partial(self.mlp, active=rows.active) if isinstance(self.mlp, Experts) else self.mlp
 
     def torch_layouts(self) -> Layouts:

@@ -55,9 +55,9 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
 
 
 def period_and_offset(numbers: Sequence[int], count: int) -> tuple[int, int]:
-    """The least period and the offset with `i % period == offset` for these numbers below count.
+    """The smallest period, and the offset, for which these numbers have `i % period == offset`.
 
-    If they have no period, the result describes other numbers.
+    They are below `count`. If they have no period, the result describes other numbers.
     """
     first, second, *_ = *numbers, count, count
     return max(first + 1, second - first), first

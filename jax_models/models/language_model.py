@@ -148,7 +148,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
     @property
     def losses(self) -> dict[str, Float[Array, ""]]:
-        """The other losses of the last call in training, by name, which are added to its own.
+        """The losses of the last call in training, by name, to add to the loss of the tokens.
 
         Most models have none. A model whose config has `balance_experts` has a `balance_loss`.
         """

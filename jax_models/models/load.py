@@ -76,8 +76,8 @@ def load_pretrained(
             decays and norms of a Gated DeltaNet keep a wider dtype of their own. A narrower dtype
             rounds the weights.
         sharding: a function that maps the path and the shape of a parameter to its sharding, such
-            as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`. Of the
-            experts of a model, a process reads only those that its devices hold.
+            as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`. A
+            process reads only the experts that its devices hold, except from orbax.
         **config: fields of the model's config that the file does not contain, such as hippogriff's
             `window` or safari's `activation`.
 

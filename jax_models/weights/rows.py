@@ -34,9 +34,8 @@ class _Row(NamedTuple):
     checks only their total size.
     """
     stacks: bool
-    """Whether the parameters are stacks of arrays that are converted one by one: the i-th of each
-    parameter from the i-th of the key's array, or from the i-th key. Import then reads only those
-    that devices of this process hold.
+    """Whether the i-th array of each parameter depends only on the i-th of the key's array, or on
+    the i-th key. Import then reads only what devices of this process hold.
     """
     tied: tuple[str, ...]
     """The keys under which a state_dict may have the row's array. Import needs only one of them.

@@ -292,8 +292,8 @@ def _put_row(
 ) -> dict[str, jax.Array]:
     """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
-    Besides the result, at most one copy of the arrays is in memory, or of the part of a stack that
-    one device holds.
+    Besides the result, at most one copy of the arrays is in memory. Of stacks, it is a copy of the
+    part that one device holds.
 
     Raises:
         ValueError: an array cannot be read, or does not fit its parameter.
@@ -321,7 +321,8 @@ def _put_row(
     }
     shards: dict[str, list[jax.Array]] = {path: [] for path in row.params}
     for part in dict.fromkeys(part for each in held.values() for part, _, _ in each):
-        given = entries if len(row.keys) == 1 == len(part) else _part_of(entries, part)
+        is_whole = all(len(part) == like.shape[0] for like in likes.values())
+        given = entries if is_whole else _part_of(entries, part)
         for path, value in _read_params(row, given, params, not_finite, part):
             shards[path] += [
                 jax.device_put(own(value[:, *rest], likes[path].dtype), device).block_until_ready()

@@ -111,7 +111,9 @@ def test_finetune_granite(example):
     pytest.importorskip("transformers")
     printed = example("finetune_granite", steps=200)
     assert numbers(printed, r"loss ([\d.]+)")[-1] < 0.1
-    for prompt, answer, by_transformers in re.findall(r"(\d+)=(\d*), .* (\d*)", printed):
+    answers = re.findall(r"(\d+)=(\d*), .* (\d*)", printed)
+    assert len(answers) == 3
+    for prompt, answer, by_transformers in answers:
         assert answer == by_transformers == "".join(sorted(prompt))
 
 

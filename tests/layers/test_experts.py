@@ -88,10 +88,24 @@ def test_the_balancing_loss_is_that_of_all_layers_together():
 def test_a_layer_without_a_load_has_no_balancing_loss():
     experts = build()
     assert experts.load is None
-    with pytest.raises(ValueError, match=r"^model: expected Experts with track_load, .* got \[\]$"):
+    with pytest.raises(ValueError, match=r"^model: expected Experts with track_load, .* got none$"):
         load_balancing_loss(experts)
-    with pytest.raises(ValueError, match=r'^track_load: expected None with scores="sigmoid"'):
+    with pytest.raises(ValueError, match=r'^track_load: expected False with scores="sigmoid"'):
         build(scores="sigmoid", track_load=True)
+
+
+def test_a_call_is_refused():
+    experts, x = build(), tokens(6)
+    with pytest.raises(ValueError, match=r"^active: expected shape \(6,\), got \(1,\)$"):
+        experts(x, active=jnp.ones(1, bool))
+    divided = nnx.view(experts, experts_axis="model")
+    with pytest.raises(
+        ValueError, match=r"^experts_axis: expected .*, which has \[\], got 'model'$"
+    ):
+        divided(x)
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((3,), ("model",)))
+    with mesh, pytest.raises(ValueError, match=r"^experts_axis: .* num_experts=8, got 3$"):
+        divided(x)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from jax_models import (
     from_weights,
     to_torch,
 )
-from jax_models.models.architecture import Checkpoint, Layout, Size, architectures
+from jax_models.models.architecture import Checkpoint, Layout, Mark, Size, architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
 from jax_models.weights.layouts import params_of
@@ -127,6 +127,12 @@ def test_the_marks_of_a_model_are_not_those_of_another(name):
         keys = [f"model.{key}" for row in table for key in row.keys]
         found = [each for each in architectures() if each.marks and each.recognizes(keys)]
         assert found == [type(config)]
+
+
+@pytest.mark.parametrize("marks", ["ab", Mark(("ab",)), (Mark("ab"),), (3,)], ids=str)
+def test_marks_are_checked(marks):
+    with pytest.raises(TypeError, match=r"^Other\.marks: expected "):
+        type("Other", (LanguageModelConfig,), {"marks": marks})
 
 
 def test_every_language_model_is_read():

@@ -89,7 +89,7 @@ RESUME_MAY_CHANGE = {
     "num_steps": "a schedule is stretched over the new length",
     "num_epochs": "likewise",
     "optimizer": "the moments stay; a newly enabled average starts here",
-    "accumulate": "the same gradients up to rounding",
+    "accumulate": "the same gradients up to rounding, except for a loss that balances experts",
     "mesh": "the same results up to rounding",
     "text": "the same text at another path, or any text with --allow-changed-text",
     "eval_every": "",

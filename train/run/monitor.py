@@ -90,7 +90,7 @@ class Monitor:
         self._gradient_norm = self._seconds = 0.0
         """The gradient norm of the last applied step, and the time since the last line."""
         self._other_losses: dict[str, float] = {}
-        """The losses of the last applied step that are added to that of the tokens."""
+        """The losses of the last applied step in addition to that of the tokens."""
         self._num_steps = 0
         self._start = self._training_start = self._last_drawing = time.perf_counter()
         self._last_call_end: float | None = None

@@ -14,8 +14,8 @@ def accumulate_gradients(
 
     Turns `value_and_grad(params, key, *batch)` into a function whose batch arrays have an
     additional leading axis for the parts. The parts are equally large, so the means are those of
-    the whole batch. Each part has its own key, so the dropout masks differ from those of the whole
-    batch.
+    the whole batch, except for losses that are not a mean over tokens. Each part has its own key,
+    so the dropout masks differ from those of the whole batch.
     """
 
     def over_parts(params, key, *parts):

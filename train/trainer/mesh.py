@@ -42,8 +42,8 @@ class MeshConfig(CheckedFields):
     """Number of devices over which the wide projections are divided (tensor parallelism), the
     experts, and the vocabulary if it divides evenly."""
     sequence: int = 1
-    """Number of devices over which the time of each row is divided, in models with linear
-    recurrences."""
+    """Number of devices over which the time of each row is divided, in models without RNN, LSTM,
+    GRU and `SelfAttentionBlock`."""
     fully_sharded: bool = False
     """Shard each parameter, and its optimizer state, over the devices of data and sequence. A layer
     gathers a parameter when it reads it; if model is above 1, the step gathers all of them when it

@@ -28,7 +28,7 @@ class Decays(NamedTuple):
 
 
 def log_sums(log_w: Float[Array, "*heads step 1"]) -> Decays:
-    """Computes the logarithms of the decays, except for the zeros.
+    """Computes the logarithms of the decays. Those with i > t have no meaning.
 
     Each sum of log decays has only the terms that it needs, as a product with ones and zeros, so
     that a strong decay costs the other steps no digits, and no exponential overflows.

@@ -1,8 +1,8 @@
 """A chunk of the gated delta rule without a correction, with its gradient.
 
 The axes are ordered for XLA's CPU backend, which computes a product fastest if each operand has one
-axis for rows and one for columns. So the heads of a key head and their values are one axis there,
-and a product with the state has those as its rows.
+axis for rows and one for columns. So heads and values are merged into one axis, that of the rows of
+each product with the state.
 """
 
 from typing import NamedTuple
@@ -62,10 +62,11 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
     """Computes the gradients of a chunk from those of its results, dS and dy.
 
         dv_i = Σ_{t≥i} D_ti (q_tᵀ k_i) dy_t + f_i dS k_i
-        dq_t = Σ_{i≤t} c_ti k_i + e_t S₀ᵀ dy_t,   c_ti = D_ti (dy_tᵀ v_i), summed over heads
+        dq_t = Σ_{i≤t} c_ti k_i + e_t S₀ᵀ dy_t,   c_ti = D_ti (dy_tᵀ v_i)
         dk_i = Σ_{t≥i} c_ti q_t + f_i dSᵀ v_i
         dS₀ = dS Π α + Σ_t e_t dy_t q_tᵀ
 
+    dq and dk are sums over the heads of a key head.
     The gradient of the logarithm of a decay is that of the decay, times the decay. The log decays
     of the steps receive the gradients of the sums that they are in. No term is computed as a
     difference of others, so a strong decay costs no digits.
