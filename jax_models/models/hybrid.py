@@ -138,6 +138,12 @@ class HybridConfig(PatternConfig):
         return {"block_types": shortest_pattern(types)}
 
     @classmethod
+    def kv_heads(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """The number of heads of keys. If it is null, it is that of queries, not the default."""
+        default = cls.hf_defaults.get("num_key_value_heads")
+        return config.get("num_key_value_heads", default) or given["num_attention_heads"]
+
+    @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
         """The kind of each block, by default attention in every fourth block."""
         interval = given.get("full_attention_interval", 4)

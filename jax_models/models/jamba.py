@@ -129,6 +129,7 @@ class JambaLanguageModelConfig(BalancedExpertsConfig):
         "tie_word_embeddings": (False, True),
     }
     hf_defaults: ClassVar = {
+        "num_key_value_heads": 8,
         "num_experts": 16,
         "attn_layer_period": 8,
         "attn_layer_offset": 4,
@@ -174,12 +175,10 @@ class JambaLanguageModelConfig(BalancedExpertsConfig):
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Fills in sizes that depend on others."""
         features, rank = given["hidden_size"], given["mamba_dt_rank"]
-        # A null means as many heads of keys as of queries, although the default is another number.
-        kv_heads = config.get("num_key_value_heads", 8) or given["num_attention_heads"]
         return super().converted(given, config) | {
             "inner_features": given["mamba_expand"] * features,
             "dt_rank": math.ceil(features / 16) if rank == "auto" else rank,
-            "num_kv_heads": kv_heads,
+            "num_kv_heads": cls.kv_heads(given, config),
         }
 
     @classmethod

@@ -79,10 +79,7 @@ class Mamba2HybridConfig(HybridConfig):
                 "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
                 f"{inner} / {heads}, got {size}"
             )
-        # A null means as many heads of keys as of queries, even if another number is the default.
-        default = cls.hf_defaults.get("num_key_value_heads")
-        kv_heads = config.get("num_key_value_heads", default) or given["num_attention_heads"]
-        sizes = {"mamba_head_features": size, "num_kv_heads": kv_heads}
+        sizes = {"mamba_head_features": size, "num_kv_heads": cls.kv_heads(given, config)}
         return super().converted(given, config) | sizes
 
     @classmethod
