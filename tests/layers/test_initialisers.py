@@ -71,7 +71,7 @@ def test_initialisers_draw_the_parameters():
 
 FLAGS = ("use_bias", "recurrent_bias", "out_bias", "attention_bias")
 NEEDED = {"Experts": {"shared_features": 8}}
-"""What a layer needs for a flag to concern anything."""
+"""The options without which a layer refuses a flag."""
 
 
 @pytest.mark.parametrize("name", SIZES)
