@@ -25,10 +25,16 @@ class CheckedLayer:
 
     Compiling takes most of a check's time, so the checks share the programs of a few shapes: whole
     batches of TIME, 4, 3 and 0 steps without masks, and of TIME steps with both masks.
+
+    Args:
+        case: the case.
+        single_check: whether only one check runs. Its calls with masks then leave out the
+            gradients, whose program it would share with no other check.
+
     """
 
-    def __init__(self, case: Case):
-        self.case = case
+    def __init__(self, case: Case, *, single_check: bool = False):
+        self.case, self._single_check = case, single_check
         self.layer = case.build_layer(case.build_twin())
         self.x = case.inputs()
         self.state = case.state()
@@ -48,14 +54,10 @@ class CheckedLayer:
         return jax.device_get(self._call(x, state))
 
     def call_with_masks(self, x, lengths=ALL_STEPS, reset=NO_RESET):
-        """The outputs, the last state, and the gradient of a loss over both with respect to x.
-
-        For a language model, whose inputs are tokens, the gradient is None.
-        """
-        y, last, (_, gradient) = self.results_and_gradients(
-            self.params, self.state, x, lengths, reset
-        )
-        return y, last, gradient
+        """The outputs and the last state."""
+        if not self._single_check:
+            return self.results_and_gradients(self.params, self.state, x, lengths, reset)[:2]
+        return jax.device_get(self._call(x, self.state, **self._masks(lengths, reset)))
 
     def results_and_gradients(
         self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET, **starts: np.ndarray
@@ -64,13 +66,14 @@ class CheckedLayer:
 
         For a language model, whose inputs are tokens, the gradient with respect to x is None.
         """
-        reset = reset if self.case.resettable else None
-        return jax.device_get(self._masked(params, state, x, lengths, reset, **starts))
+        masks = self._masks(lengths, reset)
+        return jax.device_get(self._masked(params, state, x, **masks, **starts))
 
-    def _results_and_gradients(self, params, state, x, lengths, reset, **starts):
-        return self._differentiated(
-            lambda layer, x: layer(x, state, lengths=lengths, reset=reset, **starts), params, x
-        )
+    def _masks(self, lengths, reset):
+        return {"lengths": lengths, "reset": reset if self.case.resettable else None}
+
+    def _results_and_gradients(self, params, state, x, **masks):
+        return self._differentiated(lambda layer, x: layer(x, state, **masks), params, x)
 
     def read(self, read: Callable[[Any, Any], tuple[Any, Any]], x):
         """The results of `read(layer, x)`, and the gradients as in `results_and_gradients`."""

@@ -115,7 +115,7 @@ def steps_with_reset_equal_replay(checked: CheckedLayer):
             layer.step(checked.x[:, 0], state, reset=NO_RESET[:, 0])
         return
     reset = np.array([np.ones(TIME), np.arange(TIME) % 3 == 1, np.zeros(TIME)], bool)
-    y, last, _ = checked.call_with_masks(checked.x, reset=reset)
+    y, last = checked.call_with_masks(checked.x, reset=reset)
     step = jax.jit(lambda x_t, state, reset: layer.step(x_t, state, reset=reset))
     for t in range(TIME):
         y_t, state = step(checked.x[:, t], state, reset[:, t])
@@ -172,8 +172,8 @@ def future_has_no_influence_and_far_past_has(checked: CheckedLayer):
 @check
 def padding_has_no_influence(checked: CheckedLayer):
     """With `lengths`, a padded row gives the results of the same row without padding."""
-    y, last, _ = checked.call_with_masks(checked.x, LENGTHS)
-    y_other, last_other, _ = checked.call_with_masks(checked.changed_inputs(PADDING), LENGTHS)
+    y, last = checked.call_with_masks(checked.x, LENGTHS)
+    y_other, last_other = checked.call_with_masks(checked.changed_inputs(PADDING), LENGTHS)
     assert (y_other == y).all(), "the padding changes the outputs"
     assert_same_tree(last_other, last, "state with other padding")
     assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
@@ -265,7 +265,7 @@ def documents_in_a_row_stay_apart(checked: CheckedLayer):
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
-    y, last, _ = checked.call_with_masks(checked.x, lengths, reset)
+    y, last = checked.call_with_masks(checked.x, lengths, reset)
 
     # Each document must have the same results as if it were alone. The first document continues
     # from the given state, unless it begins with a reset; for a backward layer, the last one does.
@@ -410,9 +410,10 @@ def nan_stays_where_it_is(checked: CheckedLayer):
 
     # Everything that the NaN may not reach must be the same as without it.
     for name, (where, reached, reaches_state, lengths, reset) in plants.items():
-        y, last, gradient = checked.call_with_masks(checked.x, lengths, reset)
+        call = partial(checked.results_and_gradients, checked.params, checked.state)
+        y, last, (_, gradient) = call(checked.x, lengths, reset)
         planted = np.where(where[..., None], np.nan, checked.x)
-        y_nan, last_nan, gradient_nan = checked.call_with_masks(planted, lengths, reset)
+        y_nan, last_nan, (_, gradient_nan) = call(planted, lengths, reset)
         for with_nan, without, what in ((y_nan, y, "outputs"), (gradient_nan, gradient, "grads")):
             assert_same(with_nan[~reached], without[~reached], f"{what} beside a NaN in {name}")
             assert np.isfinite(with_nan[~reached]).all(), f"a NaN in {name} reaches the {what}"
@@ -438,7 +439,7 @@ def is_caught(mutation: Mutation) -> bool:
             forward = dataclasses.replace(problem, call_twin=partial(_without_gradients, problem))
             return any(_departs(each, mutation.dtypes) for each in (forward, problem))
         try:
-            CHECKS[mutation.check](CheckedLayer(case))
+            CHECKS[mutation.check](CheckedLayer(case, single_check=True))
         except AssertionError:
             return True
         return False
