@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -149,7 +149,7 @@ def config_of(
     if model_type is not None:
         found = [each for each in known if model_type in each.model_types]
     else:
-        found = [each for each in known if each.recognizes(keys)]
+        found = [each for each in known if each.recognizes(weights)]
         found.sort(key=lambda each: not each.marks)  # marks are surer than common keys
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
@@ -160,8 +160,9 @@ def config_of(
         )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
-        # An embedding and a norm alone have names that many models share.
-        layouts = [names for each in known for names in each.layout_keys() if len(names) > 2]
+        # Many models have an embedding and a norm of these names, so look at the other keys, too.
+        inside = [each for each in known if any(map(each.recognizes, _parts(weights, each)))]
+        layouts = [names for each in inside for names in each.layout_keys()]
         if place := locate_keys(weights, layouts):
             raise ValueError(f"state_dict: {place}")
         if wrapped:
@@ -181,6 +182,15 @@ def config_of(
                     f"config.json: {field} is {fields[field]}, the weights have {size}"
                 )
     return config
+
+
+def _parts(weights: Mapping[str, Any], config: type[ModelConfig]) -> Iterator[dict[str, Any]]:
+    """The weights of each entry, or under each prefix, that has an embedding of such a model."""
+    flat = flattened(weights)
+    ends = {f".{layout.embedding}" for layout in config.layouts.values()}
+    for start in {key.removesuffix(end) for key in flat for end in ends if key.endswith(end)}:
+        inside = {key: w for key, w in flat.items() if key.startswith(f"{start}.")}
+        yield {key.removeprefix(f"{start}."): w for key, w in inside.items()}
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
