@@ -148,19 +148,19 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         _check_at_most("experts_per_token", experts_per_token, "experts to choose from", available)
         refuse_unused(
             "shared_gate",
-            shared_gate or None,
+            shared_gate,
             unless=shared_features is not None,
             because="without shared_features",
         )
         refuse_unused(
             "use_bias",
-            use_bias or None,
+            use_bias,
             unless=shared_features is not None or latent_features is not None,
             because="without shared_features and latent_features",
         )
         refuse_unused(
             "track_load",
-            track_load or None,
+            track_load,
             unless=scores == "softmax",
             because=f'with scores="{scores}"',
         )
