@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides
 from jax_models.layers.activation import ACTIVATIONS, MLPActivation
+from jax_models.layers.dropout import TrainingView
 from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.mlp import MLP, GatedMLP
 from jax_models.layers.norm import checked_rows
@@ -44,7 +45,7 @@ class ExpertLoad(nnx.Variable):
     """
 
 
-class Experts(SharedLayer, CheckedOptions, nnx.Module):
+class Experts(SharedLayer, CheckedOptions, TrainingView):
     """A mixture of experts: a router chooses some of many MLPs for each token.
 
         >>> experts = Experts(64, 32, num_experts=8, experts_per_token=2, rngs=nnx.Rngs(0))
@@ -180,8 +181,6 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         load = jnp.zeros((2, num_experts), ops.carry_dtype(self.router_kernel.dtype))
         self.load = ExpertLoad(load) if track_load else None
         self.deterministic = False
-        self.batch_axis: str | None = None
-        self.time_axis: str | None = None
         # The matrices of all experts.
         init = options.get("kernel_init") or lecun_normal_of_each
         inner = num_experts, latent_features or features, expert_features
@@ -212,19 +211,17 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         time_axis: str | None = None,
         experts_axis: str | None = None,
     ) -> None:
-        """Sets these options in a view: `nnx.view` calls this method.
+        """Sets these options in a view, as in `TrainingView.set_view`.
 
         Args:
-            deterministic: if true, calls store no `load`, for inference.
+            deterministic: if true, calls store no `load`.
             batch_axis: the mesh axis over which rows are divided.
             time_axis: the mesh axis over which time is divided.
             experts_axis: the mesh axis over which the experts are divided. Each device runs its own
                 experts, and the results of all devices are added up. It must divide `num_experts`.
 
         """
-        self.deterministic = self.deterministic if deterministic is None else deterministic
-        self.batch_axis = batch_axis or self.batch_axis
-        self.time_axis = time_axis or self.time_axis
+        super().set_view(deterministic, batch_axis, time_axis)
         self.experts_axis = experts_axis or self.experts_axis
 
     def __call__(
