@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
-from jax_models.layers.experts import Experts, load_balancing_loss
+from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
+from jax_models.layers.load_balancing import load_balancing_loss
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import Map, ResidualBlock
