@@ -1,6 +1,7 @@
 """Reads and writes the config.json of transformers' models, by tables in the config classes."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -165,6 +166,22 @@ class HFConfig(BlocksConfig):
             },
             "rope_parameters": {"rope_type": "default", **rotary},
         }
+
+    def expansion(self, *names: str) -> int:
+        """The product of these fields divided by `features`, as a config.json states it.
+
+        Raises:
+            ValueError: it is not an integer, which transformers expects.
+
+        """
+        factor, rest = divmod(inner := math.prod(getattr(self, n) for n in names), self.features)
+        if rest:
+            expected = f"{' · '.join(names)} to be " if names[1:] else ""
+            raise ValueError(
+                f"{names[0]}: expected {expected}a multiple of features = {self.features}, as in "
+                f"transformers, got {inner}"
+            )
+        return factor
 
 
 class PatternConfig(HFConfig):

@@ -206,13 +206,7 @@ class JambaLanguageModelConfig(BalancedExpertsConfig):
                 "block_types: expected attention in one block of each period, as in transformers, "
                 f"got {self.block_types}"
             )
-        expand, rest = divmod(self.inner_features, self.features)
-        if rest:
-            raise ValueError(
-                f"inner_features: expected a multiple of features = {self.features}, as in "
-                f"transformers, got {self.inner_features}"
-            )
-        return fields | place | {"mamba_expand": expand}
+        return fields | place | {"mamba_expand": self.expansion("inner_features")}
 
     def has_experts(self, number: int) -> bool:
         return self.num_experts > 1 and number % self.experts_period == self.experts_offset

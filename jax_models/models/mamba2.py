@@ -76,13 +76,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        inner, features = self.num_heads * self.head_features, self.features
-        if inner % features:
-            raise ValueError(
-                f"num_heads: expected num_heads · head_features to be a multiple of features = "
-                f"{features}, as in transformers, got {inner}"
-            )
-        return super().to_hf() | {"expand": inner // features}
+        return super().to_hf() | {"expand": self.expansion("num_heads", "head_features")}
 
     def make_mixer(self, **options: Any) -> Mamba2:
         inits = self.mixer_inits(self.num_heads * self.head_features)

@@ -92,13 +92,7 @@ class Mamba2HybridConfig(HybridConfig):
 
     def inner_to_hf(self) -> dict[str, Any]:
         """The field of the config.json from which `inner_features` reads this size."""
-        inner, features = self.mamba_heads * self.mamba_head_features, self.features
-        if inner % features:
-            raise ValueError(
-                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
-                f"features = {features}, as in transformers, got {inner}"
-            )
-        return {"mamba_expand": inner // features}
+        return {"mamba_expand": self.expansion("mamba_heads", "mamba_head_features")}
 
     def attention(self, **options: Any) -> SequenceLayer:
         bias = self.attention_bias
