@@ -217,13 +217,13 @@ class BalancedExpertsConfig(ExpertsConfig):
     """The factor of this loss."""
 
     @property
-    def tracks_load(self) -> bool:
+    def has_balance_loss(self) -> bool:
         """Whether the model has this loss."""
         has_experts = any(map(self.has_experts, range(self.num_layers)))
         return self.balance_experts and self.balance_coefficient != 0 and has_experts
 
     def experts(self, **options: Any) -> Experts:
-        return super().experts(track_load=self.tracks_load, **options)
+        return super().experts(track_load=self.has_balance_loss, **options)
 
 
 BALANCE_FIELDS = {
@@ -357,7 +357,7 @@ class HybridLanguageModel(LanguageModel):
     def losses(self) -> dict[str, Float[Array, ""]]:
         """The loss that balances the experts of a `BalancedExpertsConfig`, times its factor."""
         config = self.config
-        if not isinstance(config, BalancedExpertsConfig) or not config.tracks_load:
+        if not isinstance(config, BalancedExpertsConfig) or not config.has_balance_loss:
             return super().losses
         return {"balance_loss": config.balance_coefficient * load_balancing_loss(self)}
 
