@@ -396,16 +396,15 @@ def attention_sizes(
     `norm` is the name of its norm of each head of the queries. Without it, no shape determines
     `num_heads`. The projection of the queries has `parts` parts of the same size.
     """
-    given = {} if norm else {"num_heads": checkpoint.given("num_heads")}
+    num_heads = None if norm else checkpoint.given("num_heads")
     queries, keys = (f"*.{mixer}.{name}_proj.weight" for name in "qk")
     if not checkpoint.has(queries):
-        return given
+        return {}
     size = checkpoint.size(queries, 0, rank=2) // parts
-    head_features = (
-        checkpoint.size(f"*.{mixer}.{norm}.weight", 0, rank=1)
-        if norm
-        else size // given["num_heads"]
-    )
+    if num_heads is None:
+        head_features = checkpoint.size(f"*.{mixer}.{norm}.weight", 0, rank=1)
+    else:
+        head_features = size // num_heads
     return {
         "num_heads": size // head_features,
         "head_features": head_features,

@@ -78,21 +78,15 @@ def _sizes(up: str, expert_axis: int, checkpoint: Checkpoint) -> Fields:
         if checkpoint.has(f"*.mixer.{part}up_proj.weight"):
             fields[name] = checkpoint.size(f"*.mixer.{part}up_proj.weight", 0, rank=2)
             fields["mlp_bias"] |= checkpoint.has(f"*.mixer.{part}up_proj.bias")
-    given = {"experts_per_token": checkpoint.given("experts_per_token")}
     if not checkpoint.has(MARK[MOE]):
-        return fields | given
+        return fields
     latent = "*.mixer.fc1_latent_proj.weight"
-    return (
-        fields
-        | given
-        | {
-            "num_experts": checkpoint.size(MARK[MOE], 0, rank=2),
-            "expert_features": checkpoint.size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2),
-            "latent_features": checkpoint.size(latent, 0, rank=2)
-            if checkpoint.has(latent)
-            else None,
-        }
-    )
+    return fields | {
+        "num_experts": checkpoint.size(MARK[MOE], 0, rank=2),
+        "experts_per_token": checkpoint.given("experts_per_token"),
+        "expert_features": checkpoint.size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2),
+        "latent_features": checkpoint.size(latent, 0, rank=2) if checkpoint.has(latent) else None,
+    }
 
 
 def _layout(model: str, up: str, expert_axis: int) -> Layout:
