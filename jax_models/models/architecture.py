@@ -21,7 +21,7 @@ from jax_models.checks.values import SCALARS
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
 from jax_models.weights.arguments import checked_names
-from jax_models.weights.keys import checked_mapping, joined
+from jax_models.weights.keys import checked_mapping, flattened, joined
 from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight
 from jax_models.weights.stored import as_numpy
@@ -322,10 +322,17 @@ class ModelConfig(CheckedFields):
         return other and f"a checkpoint of {other}, this model is {cls.family}"
 
     @classmethod
-    def layout_keys(cls) -> list[set[str]]:
-        """For each layout, the keys of the embedding, the last norm and the head."""
-        layouts = cls.layouts.values()
-        return [{each.embedding, each.norm, each.head or each.norm} for each in layouts]
+    def locate(cls, weights: Mapping[str, Any]) -> str | None:
+        """Says in which entry, or under which prefix, weights of such a model are, or None."""
+        flat, layouts = flattened(weights), cls.layouts.values()
+        keys = [{each.embedding, each.norm, each.head or each.norm} for each in layouts]
+        ends = {f".{layout.embedding}" for layout in layouts}
+        for start in {key.removesuffix(end) for key in flat for end in ends if key.endswith(end)}:
+            prefix = f"{start}."
+            inside = {k.removeprefix(prefix): w for k, w in flat.items() if k.startswith(prefix)}
+            if cls.recognizes(inside):
+                return locate_keys(weights, keys)
+        return None
 
     @classmethod
     def from_checkpoint(
@@ -370,8 +377,7 @@ class ModelConfig(CheckedFields):
             fields = max(checkpoints, key=Checkpoint.score).fields()
         except MissingWeightError as error:
             lacks = f"not a checkpoint of {cls.family}: it has no {error}"
-            place = locate_keys(state_dict, cls.layout_keys())
-            raise ValueError(f"state_dict: {place or lacks}") from None
+            raise ValueError(f"state_dict: {cls.locate(state_dict) or lacks}") from None
         except UndeterminedFieldError as error:
             folder = ", or load the folder with the config.json" if cls.model_types else ""
             message = f"{error}: no shape determines it; pass {error}=…{folder}"

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined
 from jax_models.weights.layouts import WEIGHTS, params_of, weight_table
-from jax_models.weights.places import locate_keys
 from jax_models.weights.stored import cast, dtype_of, is_floating
 from jax_models.weights.wrappers import find_wrapped
 
@@ -160,10 +159,7 @@ def config_of(
         )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
-        # Many models have an embedding and a norm of these names, so look at the other keys, too.
-        inside = [each for each in known if any(map(each.recognizes, _parts(weights, each)))]
-        layouts = [names for each in inside for names in each.layout_keys()]
-        if place := locate_keys(weights, layouts):
+        if place := next(filter(None, (each.locate(weights) for each in known)), None):
             raise ValueError(f"state_dict: {place}")
         if wrapped:
             raise ValueError(f"state_dict: it has keys of {wrapped[0].description}")
@@ -182,15 +178,6 @@ def config_of(
                     f"config.json: {field} is {fields[field]}, the weights have {size}"
                 )
     return config
-
-
-def _parts(weights: Mapping[str, Any], config: type[ModelConfig]) -> Iterator[dict[str, Any]]:
-    """The weights of each entry, or under each prefix, that has an embedding of such a model."""
-    flat = flattened(weights)
-    ends = {f".{layout.embedding}" for layout in config.layouts.values()}
-    for start in {key.removesuffix(end) for key in flat for end in ends if key.endswith(end)}:
-        inside = {key: w for key, w in flat.items() if key.startswith(f"{start}.")}
-        yield {key.removeprefix(f"{start}."): w for key, w in inside.items()}
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:

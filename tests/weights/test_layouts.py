@@ -254,6 +254,14 @@ def test_a_wrong_layout_is_refused_where_its_class_is_defined(message):
             layouts: ClassVar = {"of mine": layout}
 
 
+def test_the_norm_of_a_block_is_not_taken_for_the_last_one():
+    class Other(LanguageModelConfig):
+        layouts: ClassVar = {"of mine": KEYS}
+
+    with pytest.raises(ValueError, match=r"it has no embedding\.weight$"):
+        Other.from_state_dict({"blocks.0.norm.weight": np.ones(3)})
+
+
 ESN = {
     "blocks.0.esn.leak": np.float32(0.25),
     "blocks.0.esn.bias": np.ones(3),
