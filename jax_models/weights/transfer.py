@@ -306,9 +306,17 @@ def _put_row(
     stored = all(isinstance(entry, StoredArray) for entry in entries.values())
     own = np.asarray if stored else np.array
     likes = {path: params[path].get_value() for path in row.params}
+
+    def put(path: str, value: np.ndarray) -> jax.Array:
+        sharding, value = shardings[path], value.astype(likes[path].dtype, copy=False)
+        if sharding is None:
+            return jax.device_put(own(value))
+        # Unlike `device_put`, this does not send the array to other processes, to compare it.
+        return jax.make_array_from_callback(value.shape, sharding, lambda part: own(value[part]))
+
     if not row.stacks or any(shardings[path] is None for path in row.params):
         return {
-            path: jax.device_put(own(value, likes[path].dtype), shardings[path]).block_until_ready()
+            path: put(path, value).block_until_ready()
             for path, value in _read_params(row, entries, params, not_finite)
         }
     # Read each part of the stacks once, and give it to the devices that hold it.

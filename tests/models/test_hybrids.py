@@ -37,7 +37,7 @@ from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
 from jax_models.models.load import config_of
 from train.command import convert, generate
 from train.command.export import export, logit_errors
-from train.command.initial_weights import initialize
+from train.command.initial_weights import read_params
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
@@ -416,15 +416,16 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type,
     fields = {"model_type": model_type, "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
-    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
+    options = TrainConfig(model=config, batch_size=2, window=8)
+    trainer = build_trainer(options)
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
     with pytest.warns(UserWarning, match=listed):
         read = load_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=listed) as warned:
-        initialize(trainer, tmp_path)
+        params = read_params(trainer, options, tmp_path)
     assert len(warned) == 1
     assert read.config == config
-    for model in (read, trainer.model(trainer.initial_params)):
+    for model in (read, trainer.model(params)):
         for key, array in to_torch(model, "multimodal-file").items():
             assert array.tobytes() == weights[key].tobytes(), key
     write(["vision.x"])
