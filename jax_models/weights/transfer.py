@@ -293,7 +293,7 @@ def _put_row(
     """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
     Besides the result, at most one copy of the arrays is in memory. Of stacks, it is a copy of the
-    part that one device holds.
+    part that one device holds, if the file can be read in parts.
 
     Raises:
         ValueError: an array cannot be read, or does not fit its parameter.
@@ -320,6 +320,10 @@ def _put_row(
             for path, value in _read_params(row, entries, params, not_finite)
         }
     # Read each part of the stacks once, and give it to the devices that hold it.
+    entries = {
+        key: entry if getattr(entry, "reads_parts", True) else _read(key, entry)
+        for key, entry in entries.items()
+    }
     held = {
         path: [
             (range(*index[0].indices(like.shape[0])), index[1:], device)

@@ -33,7 +33,12 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.architecture import architectures
-from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
+from jax_models.models.hybrid import (
+    BalancedExpertsConfig,
+    BlockKeys,
+    ExpertsKeys,
+    HybridBlock,
+)
 from jax_models.models.load import config_of
 from train.command import convert, generate
 from train.command.export import export, logit_errors
@@ -571,3 +576,17 @@ def test_three_convolutions_in_any_division_are_read(tmp_path):
         model = load_pretrained(tmp_path)
         got = to_torch(model, "hf")["model.layers.0.linear_attn.conv1d.weight"]
         np.testing.assert_array_equal(got, whole)
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in architectures() if issubclass(c, BalancedExpertsConfig)]
+)
+def test_a_model_without_experts_does_not_balance_them(config):
+    unused = "^balance_experts: expected False in a model without experts, got True$"
+    with pytest.raises(ValueError, match=unused):
+        config(num_experts=0, balance_experts=True)
+    with pytest.raises(ValueError, match=r"^balance_coefficient: expected at least 0, got -1"):
+        config(balance_coefficient=-1.0)
+    # A config.json may have the option nevertheless.
+    fields = config(num_experts=0).to_hf() | {"output_router_logits": True}
+    assert not config.from_hf(fields).balance_experts

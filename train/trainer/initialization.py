@@ -50,10 +50,11 @@ def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) ->
             options, types = equation.params.items(), (each.aval for each in equation.invars)
             key = (equation.primitive, *options, *types, *shardings)
             run = programs.setdefault(key, jax.jit(run, out_shardings=shardings))
-        values |= zip(equation.outvars, run(*map(read, equation.invars)), strict=True)
-        for variable in values.keys() & {x for x in equation.invars if not isinstance(x, Literal)}:
-            if last_reader[variable] is equation:
-                del values[variable]
+        results = zip(equation.outvars, run(*map(read, equation.invars)), strict=True)
+        values |= {result: value for result, value in results if result in last_reader}
+        for operand in equation.invars:
+            if not isinstance(operand, Literal) and last_reader[operand] is equation:
+                values.pop(operand, None)  # it may be an operand twice
     # An output that no operation computes is a constant, which has not been on a device yet.
     return [jax.device_put(read(each), divided.get(each)) for each in variables]
 
