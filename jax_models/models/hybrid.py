@@ -5,12 +5,12 @@ __all__: list[str] = []  # only the modules of the models import it
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, Unpack
 
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_models.checks.values import Positive
+from jax_models.checks.values import Positive, checked_not_negative
 from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
@@ -23,7 +23,7 @@ from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops import Rows
-from jax_models.options import Index, LayerOptions, NormOptions, norm_options
+from jax_models.options import Index, LayerOptions, NormOptions, norm_options, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -213,14 +213,30 @@ class BalancedExpertsConfig(ExpertsConfig):
 
     balance_experts: bool = False
     """Whether training adds the loss that balances the load of the experts, `model.losses`."""
-    balance_coefficient: float = 0.001
+    balance_coefficient: Annotated[float, checked_not_negative] = 0.001
     """The factor of this loss."""
+
+    def __post_init__(self):
+        """Checks each field, and that there are experts to balance."""
+        super().__post_init__()
+        balance, because = self.balance_experts or None, "in a model without experts"
+        refuse_unused("balance_experts", balance, unless=self.any_experts, because=because)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a config.json, which may ask to balance experts although the model has none."""
+        unbalanced = super().from_hf({**config, "output_router_logits": False})
+        return super().from_hf(config) if unbalanced.any_experts else unbalanced
+
+    @property
+    def any_experts(self) -> bool:
+        """Whether a block has experts."""
+        return any(map(self.has_experts, range(self.num_layers)))
 
     @property
     def has_balance_loss(self) -> bool:
         """Whether the model has this loss."""
-        has_experts = any(map(self.has_experts, range(self.num_layers)))
-        return self.balance_experts and self.balance_coefficient != 0 and has_experts
+        return self.balance_experts and self.balance_coefficient != 0
 
     def experts(self, **options: Any) -> Experts:
         return super().experts(track_load=self.has_balance_loss, **options)

@@ -267,7 +267,7 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
 
     return {
         ".".join(at).removeprefix("params."): StoredArray(
-            tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at)
+            tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at), reads_parts=False
         )
         for at, leaf in _leaves(tree, path.name)
     }
