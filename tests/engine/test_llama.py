@@ -10,7 +10,7 @@ import torch
 
 from parity_tests import compare
 
-WIDTH, HEADS, KEY_HEADS, LAYERS, TIME = 128, 4, 2, 2, 32
+WIDTH, HEADS, KEY_HEADS, LAYERS, TIME = 512, 8, 4, 6, 128
 HEAD_FEATURES = WIDTH // HEADS
 
 

@@ -47,7 +47,7 @@ from typing import ClassVar
 from flax import nnx
 
 from jax_models import LanguageModel, RMSNorm
-from jax_models.models.architecture import Layout, Size
+from jax_models.models.architecture import Layout
 from jax_models.models.configs import StackConfig
 from plain.layer import PlainBlock
 
@@ -62,9 +62,9 @@ class PlainLanguageModelConfig(StackConfig):
             "embedding.weight",
             "blocks",
             "final_norm.weight",
-            sizes={
-                "units": Size("*.gru.bias_hh_l0", 0, convert=lambda size, fields: size // 3),
-                "leak": Size("*.leak"),
+            sizes=lambda checkpoint: {
+                "units": checkpoint.size("*.gru.bias_hh_l0", 0) // 3,
+                "leak": checkpoint.value("*.leak"),
             },
         ),
         "plain-shifted": Layout(
@@ -72,9 +72,9 @@ class PlainLanguageModelConfig(StackConfig):
             "model.blocks",
             "model.final_norm.weight",
             blocks_layout="plain",
-            sizes={
-                "units": Size("model.blocks.out.weight", 1),
-                "leak": Size("model.blocks.leak"),
+            sizes=lambda checkpoint: {
+                "units": checkpoint.size("*.out.weight", 1),
+                "leak": checkpoint.value("*.leak"),
             },
         ),
     }
