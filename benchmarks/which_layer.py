@@ -5,8 +5,8 @@
     python -m benchmarks.which_layer tables
 
 Without names, all layers are measured. Each result is stored as soon as it is known, in
-`benchmarks/results/which_layer-cpu.json`, and replaces an earlier one of the same layer. `tables`
-prints the tables of the page, which a test compares with the page.
+`benchmarks/results/which_layer-cpu.json`, with its date and the processor, and replaces an earlier
+one of the same layer. `tables` prints the tables of the page, which a test compares with the page.
 """
 
 import json
@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 
 import jax_models as m
+from benchmarks.environment import processor
 from benchmarks.report.store import versions
 from parity_tests.registry import COMPARED
 
@@ -182,18 +183,32 @@ def speed(layer: Callable[..., Any]) -> dict[str, float]:
 TASKS = adding, parity, recall
 
 
-def store(layer: str, measured: dict[str, Any]) -> None:
-    """Stores results of a layer, beside those that are already in the file."""
+def store(layer: str, part: str, measured: dict[str, Any]) -> None:
+    """Stores a row, or results of a row, beside those that are already in the file."""
     record = json.loads(FILE.read_text()) if FILE.exists() else {"layers": {}}
-    record["versions"] = versions()
-    record["layers"].setdefault(layer, {}).update(measured, date=time.strftime("%Y-%m-%d"))
+    record["versions"] = {name: found for name, found in versions().items() if name != "processor"}
+    row = record["layers"].setdefault(layer, {}).setdefault(part, {})
+    row.update(measured, date=time.strftime("%Y-%m-%d"), processor=processor())
     FILE.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+DIGITS = {
+    "parameters": 0,
+    "train 32 × 128, ms": 0,
+    "train 1 × 4096, ms": 0,
+    "memory 1 × 4096, MiB": 0,
+    "compile 32 × 128, s": 1,
+    "step, µs": 0,
+    "state, KiB": 1,
+}
+"""The figures of `speed`, and how many decimals the page shows."""
 
 
 def tables(record: dict[str, Any]) -> list[str]:
     """The rows of the page's two tables."""
     learned, timed = [], []
-    for name, found in record["layers"].items():
+    for name, rows in record["layers"].items():
+        found = rows.get("learning", {})
         if all(task.__name__ in found for task in TASKS):
             cells = [
                 " · ".join(f"{1e4 * run['metric']:,.0f}" for run in found["adding"]),
@@ -204,9 +219,8 @@ def tables(record: dict[str, Any]) -> list[str]:
                 f"{max(run['norm'] for task in TASKS for run in found[task.__name__]):,.0f}",
             ]
             learned.append(f"| {' | '.join([f'`{name}`', *cells])} |")
-        if "speed" in found:
-            digits = (0, 0, 0, 0, 1, 0, 1)
-            cells = [f"{v:,.{n}f}" for v, n in zip(found["speed"].values(), digits, strict=True)]
+        if "speed" in rows:
+            cells = [f"{rows['speed'][figure]:,.{n}f}" for figure, n in DIGITS.items()]
             timed.append(f"| {' | '.join([f'`{name}`', *cells])} |")
     return [*learned, *timed]
 
@@ -218,9 +232,9 @@ def main(part: str, *names: str) -> None:
         return
     for name in names or COMPARED:
         if part == "speed":
-            measured: dict[str, Any] = {"speed": speed(COMPARED[name])}
+            measured: dict[str, Any] = speed(COMPARED[name])
             print(name, measured, flush=True)
-            store(name, measured)
+            store(name, "speed", measured)
             continue
         for task in TASKS:
             start = time.perf_counter()
@@ -228,7 +242,7 @@ def main(part: str, *names: str) -> None:
             seconds = time.perf_counter() - start
             metrics = " ".join(f"{found['metric']:.3g}" for found in measured[task.__name__])
             print(f"{name:36} {task.__name__:8} {seconds:5.0f} s  {metrics}", flush=True)
-            store(name, measured)
+            store(name, "learning", measured)
 
 
 if __name__ == "__main__":

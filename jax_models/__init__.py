@@ -26,8 +26,11 @@ from jax_models.layers.hyena import *
 from jax_models.layers.hyena_dna import *
 from jax_models.layers.hyena_dna_filter import *
 from jax_models.layers.hyper_lstm import *
+from jax_models.layers.kimi_delta_attention import *
 from jax_models.layers.layer_norm_lstm import *
+from jax_models.layers.load_balancing import *
 from jax_models.layers.local_attention import *
+from jax_models.layers.lru import *
 from jax_models.layers.lstm import *
 from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
@@ -42,6 +45,7 @@ from jax_models.layers.rwkv import *
 from jax_models.layers.rwkv6 import *
 from jax_models.layers.rwkv7 import *
 from jax_models.layers.rwkv_parts import *
+from jax_models.layers.s5 import *
 from jax_models.layers.self_attention import *
 from jax_models.layers.short_convolution import *
 from jax_models.layers.stack import *

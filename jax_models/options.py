@@ -100,9 +100,12 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 
 
 def refuse_unused(name: str, value: Any, *, unless: bool, because: str) -> None:
-    """Raises an error if an option is given that has no effect, such as an unused initializer."""
-    if value is not None and not unless:
-        unused = False if isinstance(value, bool) else None
+    """Raises an error if an option is given that has no effect, such as an unused initializer.
+
+    Its value is then neither None nor, for a flag, False.
+    """
+    unused = False if isinstance(value, bool) else None
+    if value is not unused and not unless:
         got = "an initializer" if callable(value) else value
         raise ValueError(f"{name}: expected {unused} {because}, got {got}")
 

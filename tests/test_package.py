@@ -210,7 +210,9 @@ def test_modules_of_the_users_own_shadow_nothing(command, found, expected, own_m
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=own_modules, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # On a busy machine, the command says that it still imports packages.
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("importing")]
+    assert (done.returncode, errors) == (0, [])
     assert expected in done.stdout
 
 

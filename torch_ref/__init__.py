@@ -17,8 +17,10 @@ from torch_ref.layers.hyena_dna import *
 from torch_ref.layers.hyena_dna_filter import *
 from torch_ref.layers.hyena_filter import *
 from torch_ref.layers.hyper_lstm import *
+from torch_ref.layers.kimi_delta_attention import *
 from torch_ref.layers.layer_norm_lstm import *
 from torch_ref.layers.local_attention import *
+from torch_ref.layers.lru import *
 from torch_ref.layers.lstm import *
 from torch_ref.layers.mamba import *
 from torch_ref.layers.mamba2 import *
@@ -31,6 +33,7 @@ from torch_ref.layers.rnn import *
 from torch_ref.layers.rwkv import *
 from torch_ref.layers.rwkv6 import *
 from torch_ref.layers.rwkv7 import *
+from torch_ref.layers.s5 import *
 from torch_ref.layers.self_attention import *
 from torch_ref.layers.short_convolution import *
 from torch_ref.layers.striped_hyena import *

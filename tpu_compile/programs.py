@@ -144,11 +144,11 @@ def lower_preset_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stage
 
 def lower_train_step(config: TrainConfig, chips: Sequence[Any]) -> jax.stages.Lowered:
     """Lowers the training step that `python -m train` would run."""
-    trainer = build_trainer(config, devices=chips, abstract=True)
-    state = jax.eval_shape(trainer.initial_state)
-    state = jax.tree.map(_placed, state, trainer.shardings(state))
+    trainer = build_trainer(config, devices=chips)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.window + 1), jnp.int32)
-    return Trainer.step.lower(trainer, state, _placed(tokens, trainer.sharding(tokens.ndim)))
+    return Trainer.step.lower(
+        trainer, trainer.abstract_state, _placed(tokens, trainer.sharding(tokens.ndim))
+    )
 
 
 def _layer(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:

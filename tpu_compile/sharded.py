@@ -100,7 +100,7 @@ def parameter_faults(
     gathered. XLA may divide parameters that the layers leave whole.
     """
     # No array that is exchanged over `model` may have the size of a parameter.
-    trainer = build_trainer(config, devices=chips, abstract=True)
+    trainer = build_trainer(config, devices=chips)
     whole = _paths_by_size(trainer)
     for each in found:
         for array in each.results if MODEL in _axes(each, trainer) else ():
@@ -123,13 +123,13 @@ def time_faults(
     The chips should exchange only the states at the boundaries of their parts, and reduce each
     gradient once.
     """
-    trainer = build_trainer(config, devices=chips, abstract=True)
+    trainer = build_trainer(config, devices=chips)
     yield from _gradient_faults(trainer, found)
-    model = trainer.model(trainer.initial_params)
+    model = trainer.model(trainer.abstract_params)
     states = jax.eval_shape(lambda: model.init_state(config.batch_size))
     largest = max(state.size for state in jax.tree.leaves(states))
     carries = largest * trainer.mesh.shape[SEQUENCE]
-    of_params = {_sizes(param.shape) for param in jax.tree.leaves(trainer.initial_params)}
+    of_params = {_sizes(param.shape) for param in jax.tree.leaves(trainer.abstract_params)}
     for each in found:
         for array in each.results:
             is_gradient = each.kind in REDUCING and _sizes(array.shape) in of_params
@@ -156,7 +156,7 @@ def _paths_by_size(trainer: Trainer) -> dict[tuple[int, ...], str]:
     equal layers stacked in one array.
     """
     found, parts = {}, math.prod(trainer.mesh.shape[axis] for axis in BATCH_AXES)
-    params = leaves_by_path(trainer.initial_params)
+    params = leaves_by_path(trainer.abstract_params)
     alike = Counter(re.sub(r"\d+", "", path) for path in params)
     for path, param in params.items():
         spec, shape = trainer.specs[path], [*param.shape]
@@ -204,7 +204,7 @@ def _sizes_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> tuple[int, 
     """
     model = trainer.mesh.shape[MODEL]
     divided, whole = 0, 0
-    for path, param in leaves_by_path(trainer.initial_params).items():
+    for path, param in leaves_by_path(trainer.abstract_params).items():
         spec = trainer.specs[path]
         if counts(spec) and (MODEL in spec or model == 1):
             divided += param.size // model

@@ -6,20 +6,13 @@ from typing import Annotated, Any
 
 from jax_models.checks.values import (
     checked_integer,
+    checked_not_negative,
     checked_number,
     checked_positive,
     checked_rate,
     described,
 )
 from jax_models.options import checked_path
-
-
-def checked_not_negative(name: str, value: Any) -> float:
-    """A finite number of at least 0."""
-    value = checked_number(name, value)
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}")
-    return value
 
 
 def checked_betas(name: str, betas: Any) -> tuple[float, float]:

@@ -147,6 +147,14 @@ def checked_number(name: str, value: Any) -> float:
     return number
 
 
+def checked_not_negative(name: str, value: Any) -> float:
+    """Returns a finite number of at least 0 as a float, or raises an error."""
+    value = checked_number(name, value)
+    if value < 0:
+        raise ValueError(f"{name}: expected at least 0, got {value}")
+    return value
+
+
 def checked_positive(name: str, value: Any) -> float:
     """Returns a positive number as a float, or raises an error."""
     value = checked_number(name, value)

@@ -233,8 +233,9 @@ class Attention(SharedLayer, CachedAttention):
         rotates, norms = self._rotated > 0, qk_norm is not None
         refuse_unused("rope_theta", rope_theta, unless=rotates, because="with rotary_features=0")
         refuse_unused("epsilon", epsilon, unless=norms, because="with qk_norm=None")
-        if zero_centered_norm and not norms:
-            raise ValueError("zero_centered_norm: expected False with qk_norm=None, got True")
+        refuse_unused(
+            "zero_centered_norm", zero_centered_norm, unless=norms, because="with qk_norm=None"
+        )
         refuse_unused(
             "bias_init",
             options.get("bias_init"),

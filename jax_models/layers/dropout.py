@@ -11,7 +11,33 @@ from jaxtyping import Array, Float, Int
 from jax_models.checks.values import checked_rate
 
 
-class Dropout(nnx.Dropout):
+class TrainingView(nnx.Module):
+    """The options that `nnx.view` sets in a module that does something else in training."""
+
+    deterministic: bool
+    batch_axis: str | None = None
+    time_axis: str | None = None
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        batch_axis: str | None = None,
+        time_axis: str | None = None,
+    ) -> None:
+        """Sets these options in a view: `nnx.view` calls this method.
+
+        Args:
+            deterministic: if true, the module runs as in inference.
+            batch_axis: the mesh axis over which rows are divided.
+            time_axis: the mesh axis over which time is divided.
+
+        """
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.batch_axis = batch_axis or self.batch_axis
+        self.time_axis = time_axis or self.time_axis
+
+
+class Dropout(TrainingView, nnx.Dropout):
     """Zeroes each element with probability `rate`, and divides the others by `1 − rate`.
 
         >>> dropout = Dropout(0.1, rngs=nnx.Rngs(0))
@@ -29,8 +55,6 @@ class Dropout(nnx.Dropout):
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
         super().__init__(checked_rate("dropout_rate", rate), rngs=rngs if rate else None)
-        self.batch_axis: str | None = None
-        self.time_axis: str | None = None
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Array, "batch time *features"]
@@ -51,24 +75,6 @@ class Dropout(nnx.Dropout):
 
         kept = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(rows, steps)
         return jnp.where(kept, x / (1 - self.rate), 0)
-
-    def set_view(
-        self,
-        deterministic: bool | None = None,
-        batch_axis: str | None = None,
-        time_axis: str | None = None,
-    ) -> None:
-        """Sets these options in a view: `nnx.view` calls this method.
-
-        Args:
-            deterministic: if true, nothing is dropped, for inference.
-            batch_axis: the mesh axis over which rows are divided.
-            time_axis: the mesh axis over which time is divided.
-
-        """
-        super().set_view(deterministic)
-        self.batch_axis = batch_axis or self.batch_axis
-        self.time_axis = time_axis or self.time_axis
 
 
 def dropout_between(num_layers: int, rate: float, *, rngs: nnx.Rngs) -> Dropout:

@@ -1,6 +1,6 @@
 """The mixture of experts."""
 
-__all__ = ["Experts", "load_balancing_loss"]
+__all__ = ["Experts"]
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides
 from jax_models.layers.activation import ACTIVATIONS, MLPActivation
+from jax_models.layers.dropout import TrainingView
 from jax_models.layers.linear import Linear, lecun_normal
+from jax_models.layers.load_balancing import ExpertLoad, load_of_tokens
 from jax_models.layers.mlp import MLP, GatedMLP
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, whole
@@ -36,15 +38,7 @@ lecun_normal_of_each = nnx.initializers.lecun_normal(batch_axis=0)
 """`lecun_normal` for each matrix of a stack."""
 
 
-class ExpertLoad(nnx.Variable):
-    """How often each expert was chosen in the last call in training.
-
-    The first row has the numbers of tokens that chose each expert, the second the sums of the
-    tokens' scores.
-    """
-
-
-class Experts(SharedLayer, CheckedOptions, nnx.Module):
+class Experts(SharedLayer, CheckedOptions, TrainingView):
     """A mixture of experts: a router chooses some of many MLPs for each token.
 
         >>> experts = Experts(64, 32, num_experts=8, experts_per_token=2, rngs=nnx.Rngs(0))
@@ -148,19 +142,19 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         _check_at_most("experts_per_token", experts_per_token, "experts to choose from", available)
         refuse_unused(
             "shared_gate",
-            shared_gate or None,
+            shared_gate,
             unless=shared_features is not None,
             because="without shared_features",
         )
         refuse_unused(
             "use_bias",
-            use_bias or None,
+            use_bias,
             unless=shared_features is not None or latent_features is not None,
             because="without shared_features and latent_features",
         )
         refuse_unused(
             "track_load",
-            track_load or None,
+            track_load,
             unless=scores == "softmax",
             because=f'with scores="{scores}"',
         )
@@ -180,8 +174,6 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         load = jnp.zeros((2, num_experts), ops.carry_dtype(self.router_kernel.dtype))
         self.load = ExpertLoad(load) if track_load else None
         self.deterministic = False
-        self.batch_axis: str | None = None
-        self.time_axis: str | None = None
         # The matrices of all experts.
         init = options.get("kernel_init") or lecun_normal_of_each
         inner = num_experts, latent_features or features, expert_features
@@ -212,19 +204,17 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
         time_axis: str | None = None,
         experts_axis: str | None = None,
     ) -> None:
-        """Sets these options in a view: `nnx.view` calls this method.
+        """Sets these options in a view, as in `TrainingView.set_view`.
 
         Args:
-            deterministic: if true, calls store no `load`, for inference.
+            deterministic: if true, calls store no `load`.
             batch_axis: the mesh axis over which rows are divided.
             time_axis: the mesh axis over which time is divided.
             experts_axis: the mesh axis over which the experts are divided. Each device runs its own
                 experts, and the results of all devices are added up. It must divide `num_experts`.
 
         """
-        self.deterministic = self.deterministic if deterministic is None else deterministic
-        self.batch_axis = batch_axis or self.batch_axis
-        self.time_axis = time_axis or self.time_axis
+        super().set_view(deterministic, batch_axis, time_axis)
         self.experts_axis = experts_axis or self.experts_axis
 
     def __call__(
@@ -424,59 +414,6 @@ class Experts(SharedLayer, CheckedOptions, nnx.Module):
             table += linear("latent_in", "latent_in", bias=bias)
             table += linear("latent_out", "latent_out", bias=bias)
         return super().torch_layouts() | {"experts": table}
-
-
-def load_balancing_loss(model: nnx.Module) -> Float[Array, ""]:
-    """Returns the loss that balances how much the last call of a model used each expert.
-
-        >>> experts = Experts(64, 32, 8, 2, track_load=True, rngs=nnx.Rngs(0))
-        >>> y = experts(jnp.ones((4, 100, 64)))
-        >>> loss = load_balancing_loss(experts)
-
-        loss = num_experts Σ_e f_e p_e
-
-    f_e is the number of tokens that chose expert e, and p_e is the mean of their s_e, both divided
-    by the number of tokens and taken over all `Experts` with `track_load` in the model. The loss is
-    `experts_per_token` if each expert is used equally. Only p is differentiated. The loss is zero
-    before the first call.
-
-    Raises:
-        ValueError: no `Experts` in the model has `track_load`, or their numbers of experts or of
-            experts for each token differ.
-
-    Source: Fedus et al. 2021 (arXiv 2101.03961), (4) to (6), as in transformers.
-
-    """
-    loads, sizes, axes = [], set(), set()
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Experts) and module.load is not None:
-            loads.append(module.load[...])
-            sizes.add((module.num_experts, module.experts_per_token))
-            axes |= {module.batch_axis, module.time_axis} - {None}
-    if len(sizes) != 1:
-        raise ValueError(
-            "model: expected Experts with track_load, all with the same num_experts and "
-            f"experts_per_token, got {sorted(sizes) or 'none'}"
-        )
-    [(num_experts, experts_per_token)] = sizes
-    # Add up the layers, and then the devices. XLA rejects an all-reduce over a single device if
-    # other axes of the mesh divide parameters.
-    divided = [axis for axis in sorted(axes) if lax.axis_size(axis) > 1]
-    num_choices, scores = lax.psum(jnp.stack(loads).sum(axis=0), divided)
-    num_tokens = jnp.maximum(num_choices.sum() / experts_per_token, 1)
-    return num_experts * jnp.sum((num_choices / num_tokens) * (scores / num_tokens))
-
-
-def load_of_tokens(
-    scores: Float[Array, "tokens experts"],
-    chosen: Int[Array, "tokens chosen"],
-    active: Bool[Array, "..."] | None,
-) -> Float[Array, "2 experts"]:
-    """Returns how much the active tokens use each expert, as in `ExpertLoad`."""
-    weights = jnp.ones(len(scores)) if active is None else active.reshape(-1)
-    weights = weights.astype(scores.dtype)[:, None]
-    num_choices = jnp.zeros_like(scores[0]).at[chosen].add(weights)
-    return jnp.stack([num_choices, (weights * scores).sum(axis=0)])
 
 
 class Kernels(NamedTuple):

@@ -5,21 +5,23 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 `architectures` finds all config classes, including those of other packages.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from jax_models.checks.arguments import Scope
-from jax_models.checks.values import SCALARS, described
+from jax_models.checks.values import SCALARS
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
 from jax_models.weights.arguments import checked_names
-from jax_models.weights.keys import checked_mapping, joined
+from jax_models.weights.keys import checked_mapping, flattened, joined
 from jax_models.weights.places import locate_keys
 from jax_models.weights.rows import Weight
 from jax_models.weights.stored import as_numpy
@@ -28,31 +30,6 @@ ENTRY_POINTS = "twinscan.models"
 """The entry point group in which other packages name the modules of their models."""
 
 Fields = Mapping[str, Any]
-
-UNDETERMINED = object()
-"""A source for `Layout.sizes`: the caller must give the field, because no shape determines it."""
-
-
-class Size(NamedTuple):
-    """A field of a config that is the size of one axis of one weight, or the value of a scalar.
-
-        Size("*.mlp.up_proj.weight", 0)  # the number of rows of a matrix in a block
-        Size("*.esn.leak")  # the value of a weight without axes in a block
-        Size("pos_embedding.weight", 0)  # the number of rows of a matrix outside the blocks
-
-    In a key that begins with `*.`, the `*` stands for the prefix of the blocks and the number of
-    the lowest block that has such a weight: `*.esn.leak` for `blocks.0.esn.leak`. The key
-    `blocks.esn.leak`, with the prefix but without the number, means the same. Any other key is a
-    full key.
-    """
-
-    key: str
-    axis: int | None = None
-    """The axis whose size is the field. None: the weight is a scalar, whose value is the field."""
-    rank: int | None = None
-    """The number of axes that the weight must have. None: any number."""
-    convert: Callable[[Any, Fields], Any] = lambda size, fields: size
-    """Computes the field from the size and from the fields that the table lists before it."""
 
 
 class Mark(NamedTuple):
@@ -106,129 +83,189 @@ class Layout(NamedTuple):
     """The row of the position embedding."""
     blocks_layout: str | None = None
     """The name of the blocks' layout. None: the same name as this layout."""
-    sizes: Mapping[str, Any] = {}
-    """The sources from which to read the fields of the config. `vocab_size` and `features` are the
-    sizes of the embedding, and `num_layers` is the number of the blocks, unless they are given,
-    too.
-
-    The source of a field is a `Size`, a function of the `Checkpoint` and of the fields before it,
-    or a constant. It can also be a tuple of `Size`s, whose last item may be any source: the first
-    `Size` whose weight exists is used, otherwise the last item. `...` stands for the field's
-    default, and `UNDETERMINED` for a field that the caller must give.
+    sizes: "Callable[[Checkpoint], Fields] | None" = None
+    """The function that reads the fields of the config from a `Checkpoint`. A field that it does
+    not return keeps its default. `vocab_size` and `features` are the sizes of the embedding, and
+    `num_layers` is the number of the blocks, unless the function returns them, too.
     """
 
 
-class Checkpoint:
-    """A state_dict, read in one layout to find the fields of a config."""
+class MissingWeightError(ValueError):
+    """The checkpoint lacks a weight with this key, from which a field of the config is read."""
 
-    def __init__(self, state_dict: Mapping[str, Any], layout: Layout):
+
+class UndeterminedFieldError(ValueError):
+    """The user has not passed the field with this name, which no shape determines."""
+
+
+class Checkpoint:
+    """The weights of a model in one layout, from which `Layout.sizes` reads a config's fields.
+
+        def sizes(checkpoint):
+            return {
+                "units": checkpoint.size("*.esn.recurrent.weight", 0),
+                "use_bias": checkpoint.has("*.esn.recurrent.bias"),
+            }
+
+    In a key that begins with `*.`, the `*` stands for the prefix of the blocks and the number of
+    the lowest block that has such a weight: `*.esn.leak` for `blocks.0.esn.leak`. Any other key is
+    a full key.
+
+    Args:
+        state_dict: the weights by key.
+        layout: the layout whose fields are read.
+        options: the fields of the config that the user has passed.
+
+    """
+
+    def __init__(
+        self, state_dict: Mapping[str, Any], layout: Layout, options: Fields = MappingProxyType({})
+    ):
         self.weights = {str(key): value for key, value in state_dict.items()}
-        self.layout = layout
-        self.missing: list[str] = []
-        """The keys that a field needs but the state_dict lacks."""
+        self.layout, self.options = layout, options
+        self.found = {layout.embedding, layout.head} & self.weights.keys()
+        """The keys that were looked up and exist."""
 
     @functools.cached_property
     def numbers(self) -> list[str]:
-        """The numbers of the blocks, which follow the prefix of the blocks in the keys."""
+        """The numbers of the blocks, which follow the prefix of the blocks in the keys.
+
+        Raises:
+            ValueError: they are not 0, 1, 2, ….
+
+        """
         prefix = f"{self.layout.blocks}."
         found = {
             key.removeprefix(prefix).split(".")[0] for key in self.weights if key.startswith(prefix)
         }
-        return sorted(found, key=lambda number: (len(number), number))
+        numbers = sorted(found, key=lambda number: (len(number), number))
+        if numbers != [str(i) for i in range(len(numbers))]:
+            names = ", ".join(joined(prefix + number for number in numbers))
+            raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {names}")
+        return numbers
 
-    def find(self, key: str) -> str | None:
-        """The full key of a weight, in the lowest block that has it, or None if no block has it."""
-        start = f"{self.layout.blocks}."
-        if key not in self.weights and key.startswith(start):
-            key = f"*.{key.removeprefix(start)}"
-        keys = (whole_key(self.layout, key, number) for number in self.numbers or "0")
-        return next((key for key in keys if key in self.weights), None)
+    @property
+    def features(self) -> int:
+        """The width of the embedding."""
+        return self.size(self.layout.embedding, 1, rank=2)
 
-    def size(self, key: str, axis: int | None, rank: int | None = None) -> Any:
-        """The size of an axis, or a scalar. If it is missing, returns None and notes its key."""
-        if key not in self.weights:
-            self.missing.append(key)
-            return None
-        weight = self.weights[key]
-        shape = tuple(getattr(weight, "shape", ()))
-        if axis is None and shape:
-            raise ValueError(
-                f"state_dict: {key}: expected a scalar, got shape {shape}; to read the size of an "
-                "axis, give Size the axis"
-            )
-        if axis is None:
-            return as_numpy(weight).item()
+    @property
+    def tied_head(self) -> bool:
+        """Whether the head equals the embedding, or there is no head."""
+        keys = (self.layout.head or self.layout.embedding, self.layout.embedding)
+        head, embedding = (self.weights.get(key) for key in keys)
+        if head is None or embedding is None:
+            return True
+        return np.array_equal(as_numpy(head), as_numpy(embedding))
+
+    def size(self, key: str, axis: int, *, rank: int | None = None) -> int:
+        """The size of an axis of a weight.
+
+        Args:
+            key: the key of the weight, which the checkpoint must have.
+            axis: the axis. Negative: counted from the last.
+            rank: the number of axes that the weight must have. None: any number.
+
+        """
+        name = self._key(key)
+        shape = tuple(getattr(self.weights[name], "shape", ()))
         if not -len(shape) <= axis < len(shape) or rank not in (None, len(shape)) or 0 in shape:
             expected = f"{rank} axes" if rank is not None else f"an axis {axis}"
-            hint = "; to read the value of a scalar, give Size no axis" if not shape else ""
+            hint = "; to read the value of a scalar, call `value`" if not shape else ""
             raise ValueError(
-                f"state_dict: {key}: expected {expected}, none empty, got {shape}{hint}"
+                f"state_dict: {name}: expected {expected}, none empty, got {shape}{hint}"
             )
         return int(shape[axis])
 
-    def field(self, source: Any, fields: Fields) -> Any:
-        """Reads a field of the config from its source in the layout's `sizes`."""
-        if isinstance(source, tuple) and not isinstance(source, Size):
-            *first, last = source
-            there = (each for each in first if self.find(each.key) is not None)
-            source = next(there, last)
-        if isinstance(source, Size):
-            key = self.find(source.key) or whole_key(self.layout, source.key)
-            size = self.size(key, source.axis, source.rank)
-            return None if size is None or self.missing else source.convert(size, fields)
-        return source(self, fields) if callable(source) else source
+    def value(self, key: str) -> Any:
+        """The value of a weight without axes, which the checkpoint must have."""
+        name = self._key(key)
+        if shape := tuple(getattr(self.weights[name], "shape", ())):
+            raise ValueError(
+                f"state_dict: {name}: expected a scalar, got shape {shape}; to read the size of an "
+                "axis, call `size`"
+            )
+        return as_numpy(self.weights[name]).item()
+
+    def has(self, key: str) -> bool:
+        """Whether the checkpoint has a weight."""
+        return self._find(key) is not None
+
+    def first(self, *keys: str) -> str:
+        """The first of these keys that the checkpoint has, or else the last of them."""
+        return next((key for key in keys if self.has(key)), keys[-1])
+
+    def in_blocks(self, key: str) -> list[bool]:
+        """For each block, from the lowest up, whether it has a weight, as in `*.esn.leak`."""
+        return [self._in_block(number, key) in self.weights for number in self.numbers]
+
+    def given(self, name: str, default: Any = ...) -> Any:
+        """The value that the user has passed for a field, because no shape determines it.
+
+        Args:
+            name: the name of the field.
+            default: the value if the user has not passed any. By default, that is an error.
+
+        """
+        if (value := self.options.get(name, default)) is ...:
+            raise UndeterminedFieldError(name)
+        return value
+
+    def _key(self, key: str) -> str:
+        if (found := self._find(key)) is None:
+            raise MissingWeightError(self._in_block("0", key))
+        return found
+
+    def _find(self, key: str) -> str | None:
+        """The full key of a weight, in the lowest block that has it, or None if no block has it."""
+        numbers = self.numbers if key.startswith("*.") else ["0"]
+        keys = (self._in_block(number, key) for number in numbers)
+        found = next((key for key in keys if key in self.weights), None)
+        self.found |= {found} - {None}
+        return found
+
+    def _in_block(self, number: str, key: str) -> str:
+        return f"{self.layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
+
+    def fields(self) -> dict[str, Any]:
+        """Reads the fields of the config, without the options that the user has passed."""
+        sizes = self.layout.sizes
+        found = {
+            "vocab_size": self.size(self.layout.embedding, 0, rank=2),
+            "features": self.features,
+            **({} if sizes is None else sizes(self)),
+        }
+        return found if "num_layers" in found else {**found, "num_layers": len(self.numbers)}
 
     def score(self) -> int:
-        """The number of the layout's keys that the state_dict has."""
-        keys = (size.key for source in self.layout.sizes.values() for size in _sizes(source))
-        ends = {self.layout.embedding, self.layout.head} & self.weights.keys()
-        return len(ends) + sum(self.find(key) is not None for key in keys)
+        """The number of keys that reading the fields looks up and finds."""
+        with contextlib.suppress(ValueError):
+            self.fields()
+        return len(self.found)
+
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has blocks and each weight that it needs."""
+        try:
+            self.fields()
+        except MissingWeightError:
+            return False
+        except ValueError:  # of this model, but with an error that reading it will report
+            pass
+        starts = f"{self.layout.blocks}."
+        return self.layout.norm in self.weights and any(k.startswith(starts) for k in self.weights)
 
 
 def check_layout(name: str, layout: Any) -> None:
-    """Raises an error if a layout or a `Size` in it has a value of the wrong type, or a key twice.
+    """Raises an error if a layout has a value of the wrong type, or a key twice.
 
     Raises:
         TypeError: `layout` is not a `Layout`, or a value has the wrong type.
         ValueError: two of the keys of the embedding, the norm and the head are equal.
 
     """
-    scope = Scope(SCALARS, {})
-    scope.checked(name, layout, Layout)
+    Scope(SCALARS, {}).checked(name, layout, Layout)
     keys = (layout.embedding, layout.norm, *([] if layout.head is None else [layout.head]))
     checked_names(f"{name}: the keys of embedding, norm and head", keys)
-    if not isinstance(layout.sizes, Mapping):
-        got = described(layout.sizes)
-        raise TypeError(f"{name}.sizes: expected a mapping of fields to their sources, got {got}")
-    for field, source in layout.sizes.items():
-        for size in _sizes(source):
-            scope.checked(f"{name}.sizes[{field!r}]", size, Size)
-
-
-def whole_key(layout: Layout, key: str, number: str = "0") -> str:
-    """The full key of a `Size`, in the block with this number if the key belongs to a block."""
-    return f"{layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
-
-
-def _sizes(source: Any) -> list[Size]:
-    """The sizes of weights from which a field is read."""
-    sources = source if isinstance(source, tuple) and not isinstance(source, Size) else (source,)
-    return [each for each in sources if isinstance(each, Size)]
-
-
-def has(key: str, there: Any = True, otherwise: Any = False) -> Callable[[Checkpoint, Fields], Any]:
-    """A source for `Layout.sizes`: its value depends on whether the checkpoint has this key."""
-    return lambda checkpoint, fields: there if checkpoint.find(key) is not None else otherwise
-
-
-def tied_head(checkpoint: Checkpoint, fields: Fields) -> bool:
-    """A source for `Layout.sizes`: whether the head equals the embedding, or there is no head."""
-    layout, weights = checkpoint.layout, checkpoint.weights
-    keys = (layout.head or layout.embedding, layout.embedding)
-    head, embedding = (weights.get(key) for key in keys)
-    if head is None or embedding is None:
-        return True
-    return np.array_equal(as_numpy(head), as_numpy(embedding))
 
 
 class ModelConfig(CheckedFields):
@@ -241,7 +278,7 @@ class ModelConfig(CheckedFields):
     marks: ClassVar[tuple[str | Mark, ...]] = ()
     """What identifies a checkpoint if no config.json names the model. Each is a substring of some
     key, or a `Mark` that the keys fit, and one of them suffices. Without marks, a layout's
-    embedding, last norm and required sizes identify it.
+    embedding and last norm and the weights that `sizes` reads identify it.
     """
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the keys of parts that the model does not have, such as a vision tower.
@@ -266,19 +303,12 @@ class ModelConfig(CheckedFields):
         raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
 
     @classmethod
-    def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether these are the keys of a model of this class."""
-        weights = dict.fromkeys(keys)
+    def recognizes(cls, weights: Mapping[str, Any]) -> bool:
+        """Whether these are the weights of a model of this class."""
         if cls.marks:
             marks = (Mark((each,)) if isinstance(each, str) else each for each in cls.marks)
             return any(mark.fits([*weights]) for mark in marks)
-        checkpoints = [Checkpoint(weights, layout) for layout in cls.layouts.values()]
-        return any(
-            {each.layout.embedding, each.layout.norm} <= weights.keys()
-            and each.numbers
-            and all(each.find(s.key) for s in each.layout.sizes.values() if isinstance(s, Size))
-            for each in checkpoints
-        )
+        return any(Checkpoint(weights, each).is_complete() for each in cls.layouts.values())
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
@@ -292,20 +322,17 @@ class ModelConfig(CheckedFields):
         return other and f"a checkpoint of {other}, this model is {cls.family}"
 
     @classmethod
-    def layout_keys(cls) -> list[set[str]]:
-        """For each layout, the keys of embedding and last norm, and of the sizes of block 0."""
-        return [
-            {
-                layout.embedding,
-                layout.norm,
-                *(
-                    whole_key(layout, size.key)
-                    for source in layout.sizes.values()
-                    for size in _sizes(source)
-                ),
-            }
-            for layout in cls.layouts.values()
-        ]
+    def locate(cls, weights: Mapping[str, Any]) -> str | None:
+        """Says in which entry, or under which prefix, weights of such a model are, or None."""
+        flat, layouts = flattened(weights), cls.layouts.values()
+        keys = [{each.embedding, each.norm, each.head or each.norm} for each in layouts]
+        ends = {f".{layout.embedding}" for layout in layouts}
+        for start in {key.removesuffix(end) for key in flat for end in ends if key.endswith(end)}:
+            prefix = f"{start}."
+            inside = {k.removeprefix(prefix): w for k, w in flat.items() if k.startswith(prefix)}
+            if cls.recognizes(inside):
+                return locate_keys(weights, keys)
+        return None
 
     @classmethod
     def from_checkpoint(
@@ -334,7 +361,7 @@ class ModelConfig(CheckedFields):
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
         options = cls.checked_fields(options)
-        # Without sizes, fields would silently keep their defaults, whatever the weights are.
+        # Without `sizes`, fields would silently keep their defaults, whatever the weights are.
         config: Any = cls  # a dataclass, as every subclass is
         needed = {field.name for field in dataclasses.fields(config) if not field.kw_only}
         known = {"vocab_size", "features", "num_layers", *options}
@@ -345,33 +372,20 @@ class ModelConfig(CheckedFields):
             )
         # A checkpoint does not name its layout, so take the one with the most keys in the
         # state_dict.
-        candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
-        checkpoint = max(candidates, key=Checkpoint.score)
-        layout, numbers = checkpoint.layout, checkpoint.numbers
-        if "num_layers" not in layout.sizes and numbers != [str(i) for i in range(len(numbers))]:
-            found = ", ".join(joined(f"{layout.blocks}.{number}" for number in numbers))
-            raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {found}")
-        fields: dict[str, Any] = {
-            "vocab_size": checkpoint.size(layout.embedding, 0, 2),
-            "features": checkpoint.size(layout.embedding, 1, 2),
-            "num_layers": len(numbers),
-            **options,
-        }
-        for name, source in layout.sizes.items():
-            if name in options or (value := checkpoint.field(source, fields)) is ...:
-                continue
-            if value is UNDETERMINED and not checkpoint.missing:
-                folder = ", or load the folder with the config.json" if cls.model_types else ""
-                raise ValueError(f"{name}: no shape determines it; pass {name}=…{folder}")
-            fields[name] = value
-        if checkpoint.missing:
-            names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
-            lacks = f"not a checkpoint of {cls.family}: it has no {names}"
-            raise ValueError(f"state_dict: {locate_keys(state_dict, cls.layout_keys()) or lacks}")
+        checkpoints = (Checkpoint(state_dict, each, options) for each in cls.layouts.values())
+        try:
+            fields = max(checkpoints, key=Checkpoint.score).fields()
+        except MissingWeightError as error:
+            lacks = f"not a checkpoint of {cls.family}: it has no {error}"
+            raise ValueError(f"state_dict: {cls.locate(state_dict) or lacks}") from None
+        except UndeterminedFieldError as error:
+            folder = ", or load the folder with the config.json" if cls.model_types else ""
+            message = f"{error}: no shape determines it; pass {error}=…{folder}"
+            raise ValueError(message) from None
         # Drop a field that the config does not have: a recurrent model has no `features` of its
         # own.
-        known = {*options, *cls.field_types()}
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        known = cls.field_types()
+        return cls(**{name: value for name, value in fields.items() if name in known} | options)
 
 
 Config = TypeVar("Config", bound=ModelConfig)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import Mark, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Mark
 from jax_models.models.hybrid import (
     FULL,
     LINEAR,
@@ -16,17 +16,22 @@ from jax_models.models.hybrid import (
     HybridLanguageModel,
     model_layouts,
 )
-from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_hybrid_sizes
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 
 NORMS = ("input_layernorm", "pre_ff_layernorm")
-SIZES = {
-    "mlp_features": Size("*.feed_forward.gate_proj.weight", 0, rank=2),
-    "mlp_bias": has("*.feed_forward.gate_proj.bias"),
-    **mamba2_sizes("self_attn", "mamba"),
-}
-LAYOUT, FILE = model_layouts("model", "final_layernorm", SIZES)
+
+
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    return {
+        "mlp_features": checkpoint.size("*.feed_forward.gate_proj.weight", 0, rank=2),
+        "mlp_bias": checkpoint.has("*.feed_forward.gate_proj.bias"),
+        **mamba2_hybrid_sizes(checkpoint, "self_attn", "mamba"),
+    }
+
+
+LAYOUT, FILE = model_layouts("model", "final_layernorm", _sizes)
 
 
 @dataclasses.dataclass(frozen=True)

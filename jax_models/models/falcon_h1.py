@@ -11,13 +11,13 @@ from jax_models.checks.values import Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import UNDETERMINED, Mark, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Mark
 from jax_models.models.hybrid import (
     BlockKeys,
     HybridLanguageModel,
     model_layouts,
 )
-from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_hybrid_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
@@ -36,18 +36,20 @@ MULTIPLIERS = {
     "mlp_multipliers": "mlp_multipliers",
 }
 """The names of the multipliers in a config.json, and in our config."""
-LAYOUT, FILE = model_layouts(
-    "model",
-    "final_layernorm",
-    {
-        "mlp_features": Size("*.feed_forward.gate_proj.weight", 0, rank=2),
-        "mlp_bias": has("*.feed_forward.gate_proj.bias"),
-        **dict.fromkeys(MULTIPLIERS.values(), UNDETERMINED),
-        **mamba2_sizes("self_attn", "mamba"),
-        "mamba_out_bias": has("*.mamba.out_proj.bias"),
-        "mamba_norm": has("*.mamba.norm.weight"),
-    },
-)
+
+
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    return {
+        "mlp_features": checkpoint.size("*.feed_forward.gate_proj.weight", 0, rank=2),
+        "mlp_bias": checkpoint.has("*.feed_forward.gate_proj.bias"),
+        **{name: checkpoint.given(name) for name in MULTIPLIERS.values()},
+        **mamba2_hybrid_sizes(checkpoint, "self_attn", "mamba"),
+        "mamba_out_bias": checkpoint.has("*.mamba.out_proj.bias"),
+        "mamba_norm": checkpoint.has("*.mamba.norm.weight"),
+    }
+
+
+LAYOUT, FILE = model_layouts("model", "final_layernorm", _sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.self_attention import SelfAttentionBlock
-from jax_models.models.architecture import UNDETERMINED, Checkpoint, Fields, Layout, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import StackConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
@@ -29,16 +29,26 @@ BLOCKS: dict[Block, type[SequenceLayer]] = {
 }
 
 
-def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
-    if checkpoint.find("*.self_attn.attn.in_proj_weight"):
-        return "attention"
-    return "authentic-hyena" if checkpoint.find("*.filter.mlp.0.weight") else "hyena"
-
-
-def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
-    """Counts the linear layers of the filter network of the lowest block."""
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    fields: dict[str, Any] = {"context_length": checkpoint.size("pos_emb", 1, rank=3)}
+    if checkpoint.has("*.self_attn.attn.in_proj_weight"):
+        return fields | {"block": "attention", "num_heads": checkpoint.given("num_heads")}
+    fields |= {
+        "block": "hyena",
+        "order": checkpoint.size("*.B", 0, rank=4),
+        "kernel_size": checkpoint.size("*.proj_input.conv.weight", 2, rank=3),
+    }
+    if not checkpoint.has("*.filter.mlp.0.weight"):
+        return fields
+    # Count the linear layers of the filter network of the lowest block.
     weight = re.compile(r"layers\.0\.filter\.mlp\.\d+\.weight")
-    return sum(weight.fullmatch(key) is not None for key in checkpoint.weights) or ...
+    return fields | {
+        "block": "authentic-hyena",
+        "embed_features": checkpoint.size("*.filter.mlp.0.weight", 1),
+        "mlp_features": checkpoint.size("*.filter.mlp.0.weight", 0),
+        "num_filter_layers": sum(weight.fullmatch(key) is not None for key in checkpoint.weights),
+        "implicit": checkpoint.given("implicit"),
+    }
 
 
 HYENA = {
@@ -86,17 +96,7 @@ class GPModelConfig(StackConfig):
             "ln.weight",
             "head.weight",
             positions=squeezed("pos_embedding.embedding", "pos_emb", (0,)),
-            sizes={
-                "context_length": Size("pos_emb", 1, rank=3),
-                "block": _block,
-                "order": (Size("*.B", 0, rank=4), ...),
-                "kernel_size": (Size("*.proj_input.conv.weight", 2, rank=3), ...),
-                "embed_features": (Size("*.filter.mlp.0.weight", 1), ...),
-                "mlp_features": (Size("*.filter.mlp.0.weight", 0), ...),
-                "num_filter_layers": _num_filter_layers,
-                "implicit": has("*.filter.mlp.0.weight", UNDETERMINED, ...),
-                "num_heads": has("*.self_attn.attn.in_proj_weight", UNDETERMINED, ...),
-            },
+            sizes=_sizes,
         )
     }
     presets: ClassVar = {

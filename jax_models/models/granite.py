@@ -4,12 +4,13 @@ __all__ = ["GraniteLanguageModel", "GraniteLanguageModelConfig"]
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
-from jax_models.models.architecture import UNDETERMINED, Size
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hybrid import (
     BALANCE_FIELDS,
     FULL,
@@ -23,7 +24,7 @@ from jax_models.models.hybrid import (
     experts_sizes,
     model_layouts,
 )
-from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_hybrid_sizes
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
@@ -57,16 +58,17 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     }
 
 
-def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
     return {
-        "mlp_features": Size("*.shared_mlp.output_linear.weight", 1, rank=2),
-        **experts_sizes(experts),
-        **dict.fromkeys((*MULTIPLIERS, "logits_scaling"), UNDETERMINED),
-        **mamba2_sizes("self_attn", "mamba"),
+        "mlp_features": checkpoint.size("*.shared_mlp.output_linear.weight", 1, rank=2),
+        **experts_sizes(checkpoint, experts),
+        **{name: checkpoint.given(name) for name in (*MULTIPLIERS, "logits_scaling")},
+        **mamba2_hybrid_sizes(checkpoint, "self_attn", "mamba"),
     }
 
 
-STATE_DICT, FILE = model_layouts("model", "norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
+SIZES, FILE_SIZES = partial(_sizes, EXPERTS), partial(_sizes, FILE_EXPERTS)
+STATE_DICT, FILE = model_layouts("model", "norm", SIZES, FILE_SIZES)
 
 
 @dataclasses.dataclass(frozen=True)

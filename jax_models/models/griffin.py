@@ -3,7 +3,8 @@
 __all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Unpack, get_args
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from flax import nnx
 from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import Fields, Layout, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import PatternConfig, kinds_by_key
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
@@ -22,30 +23,31 @@ HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "ge
 
 
 def _sizes(
-    *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
-) -> dict[str, Any]:
-    """The `sizes` of a layout. No shape determines the window, so it is an argument.
-
-    The gates have one block per head. Without a recurrence, all heads of the attention share one
-    head of keys and values.
-    """
-
-    def key_size(convert: Callable[[int, Fields], int]) -> Size:
-        return keys._replace(convert=convert)
-
-    return {
-        "mlp_features": mlp,
-        "block_types": kinds_by_key(gate, "recurrent", "attention"),
-        "num_heads": (Size(gate, 0, rank=3), key_size(lambda n, fields: fields["features"] // n)),
-        "recurrent_features": (Size(gate, 1, 3, lambda n, fields: n * fields["num_heads"]), ...),
-        "kernel_size": (conv, ...),
-        "num_kv_heads": (
-            key_size(lambda n, fields: n * fields["num_heads"] // fields["features"]),
-            ...,
-        ),
-        "attention_bias": has(query_bias),
-        "window": window,
+    checkpoint: Checkpoint,
+    *,
+    mlp: tuple[str, int],
+    gate: str,
+    conv: tuple[str, int],
+    keys: tuple[str, int],
+    query_bias: str,
+    window: int,
+) -> Fields:
+    """Reads the fields from the weights with these keys, or from this axis of theirs."""
+    fields = {
+        "mlp_features": checkpoint.size(*mlp),
+        "block_types": kinds_by_key(checkpoint, gate, "recurrent", "attention"),
+        "attention_bias": checkpoint.has(query_bias),
+        "window": checkpoint.given("window", window),
     }
+    if checkpoint.has(gate):  # which has one block per head
+        num_heads = checkpoint.size(gate, 0, rank=3)
+        fields["recurrent_features"] = checkpoint.size(gate, 1, rank=3) * num_heads
+        fields["kernel_size"] = checkpoint.size(*conv)
+    else:  # assume that all heads share one head of keys and values
+        num_heads = checkpoint.given("num_heads", checkpoint.features // checkpoint.size(*keys))
+    if checkpoint.has(keys[0]):
+        fields["num_kv_heads"] = checkpoint.size(*keys) * num_heads // checkpoint.features
+    return fields | {"num_heads": num_heads}
 
 
 HF = Layout(
@@ -54,23 +56,25 @@ HF = Layout(
     "model.final_norm.weight",
     "lm_head.weight",
     blocks_layout="hf",
-    sizes=_sizes(
-        mlp=Size("*.mlp_block.gate_proj.weight", 0),
+    sizes=partial(
+        _sizes,
+        mlp=("*.mlp_block.gate_proj.weight", 0),
         gate="*.temporal_block.rg_lru.input_gate_weight",
-        conv=Size("*.temporal_block.conv_1d.weight", 2, rank=3),
-        keys=Size("*.temporal_block.k_proj.weight", 0),
+        conv=("*.temporal_block.conv_1d.weight", 2),
+        keys=("*.temporal_block.k_proj.weight", 0),
         query_bias="*.temporal_block.q_proj.bias",
         window=2048,
     ),
 )
 
 
-def _deepmind(keys: Size) -> Layout:
+def _deepmind(keys: tuple[str, int]) -> Layout:
     """The layout of recurrentgemma, whose window of 2048 does not count the current step."""
-    sizes = _sizes(
-        mlp=Size("*.mlp_block.ffw_up.w", 2, rank=3),
+    sizes = partial(
+        _sizes,
+        mlp=("*.mlp_block.ffw_up.w", 2),
         gate="*.recurrent_block.rg_lru.input_gate.w",
-        conv=Size("*.recurrent_block.conv_1d.w", 0),
+        conv=("*.recurrent_block.conv_1d.w", 0),
         keys=keys,
         query_bias="*.attention_block.proj_q.bias",
         window=2049,
@@ -113,8 +117,8 @@ class GriffinLanguageModelConfig(PatternConfig):
     layouts: ClassVar = {
         "hf": HF,
         "hf-file": HF._replace(repeats_embedding=False),
-        "deepmind": _deepmind(Size("*.attention_block.proj_k.kernel", 1)),
-        "deepmind-torch": _deepmind(Size("*.attention_block.proj_k.weight", 0)),
+        "deepmind": _deepmind(("*.attention_block.proj_k.kernel", 1)),
+        "deepmind-torch": _deepmind(("*.attention_block.proj_k.weight", 0)),
     }
     presets: ClassVar = {"griffin": {}}
 

@@ -11,10 +11,18 @@ from jax_models.layers.hawk import HawkBlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.rg_lru import Parameterization
-from jax_models.models.architecture import Layout, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import BlocksConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
+
+
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    return {
+        "mlp_features": checkpoint.size("*.mlp.gate_proj.weight", 0),
+        "kernel_size": checkpoint.size("*.hawk.conv.conv.weight", 2, rank=3),
+        "parameterization": "softplus" if checkpoint.has("*.hawk.rglru.a_param") else "direct",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +37,7 @@ class HawkLanguageModelConfig(BlocksConfig):
             "blocks",
             "final_norm.weight",
             "head.weight",
-            sizes={
-                "mlp_features": Size("*.mlp.gate_proj.weight", 0),
-                "kernel_size": Size("*.hawk.conv.conv.weight", 2, rank=3),
-                "parameterization": has("*.hawk.rglru.a_param", "softplus", "direct"),
-            },
+            sizes=_sizes,
         ),
     }
     presets: ClassVar = {"hawk": {"model.parameterization": "softplus"}}

@@ -1,10 +1,11 @@
 """Reads and writes the config.json of transformers' models, by tables in the config classes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
-from jax_models.models.architecture import Checkpoint, Fields, architectures, whole_key
+from jax_models.models.architecture import Checkpoint, architectures
 from jax_models.models.configs import BlocksConfig
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
@@ -38,20 +39,9 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[: next(lengths, len(kinds))])
 
 
-def kinds_by_key(
-    key: str, kind: str, other: str
-) -> Callable[[Checkpoint, Fields], tuple[str, ...]]:
-    """A source for `Layout.sizes`: the pattern of the blocks' kinds.
-
-    Blocks with this key are of this kind, and all others of the other kind.
-    """
-
-    def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
-        keys = (whole_key(checkpoint.layout, key, number) for number in checkpoint.numbers)
-        # Not named `key`, because Python 3.12.1 would confuse it with that of `keys`.
-        return shortest_pattern([kind if each in checkpoint.weights else other for each in keys])
-
-    return pattern
+def kinds_by_key(checkpoint: Checkpoint, key: str, kind: str, other: str) -> tuple[str, ...]:
+    """The pattern of the blocks' kinds: this kind if a block has this key, otherwise the other."""
+    return shortest_pattern([kind if there else other for there in checkpoint.in_blocks(key)])
 
 
 class HFConfig(BlocksConfig):
@@ -176,6 +166,22 @@ class HFConfig(BlocksConfig):
             },
             "rope_parameters": {"rope_type": "default", **rotary},
         }
+
+    def expansion(self, *names: str) -> int:
+        """The product of these fields divided by `features`, as a config.json states it.
+
+        Raises:
+            ValueError: it is not an integer, which transformers expects.
+
+        """
+        factor, rest = divmod(inner := math.prod(getattr(self, n) for n in names), self.features)
+        if rest:
+            expected = f"{' · '.join(names)} to be " if names[1:] else ""
+            raise ValueError(
+                f"{names[0]}: expected {expected}a multiple of features = {self.features}, as in "
+                f"transformers, got {inner}"
+            )
+        return factor
 
 
 class PatternConfig(HFConfig):

@@ -9,7 +9,7 @@ from typing import ClassVar, Unpack
 from flax import nnx
 
 from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
-from jax_models.models.architecture import Fields, Layout, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import BlocksConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
@@ -18,34 +18,28 @@ TIME = "backbone.0.time."
 """The prefix of the time_module of block 0 in version 0.0.3. A time_module is not always a Hawk."""
 
 
-def _num_heads(size: int, fields: Fields) -> int:
-    """The number of heads, from the size of the matrix of both keys and values."""
-    return fields["features"] // max(size // (2 * fields["num_kv_heads"]), 1)
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    hawk, mlp = checkpoint.first("*.time.forget_base", "*.hawk.forget_base"), "shrink.weight"
+    conv = checkpoint.first("*.hawk.conv.weight", "*.time.conv.weight")
+    num_heads, num_kv_heads = None, checkpoint.given("num_kv_heads", 1)
+    if checkpoint.has("*.smqa.kv.weight"):  # a matrix for both keys and values
+        head_features = checkpoint.size("*.smqa.kv.weight", 0) // (2 * num_kv_heads)
+        num_heads = checkpoint.features // max(head_features, 1)
+    return {
+        "version": "0.0.3" if checkpoint.has("*.time.forget_base") else "0.0.2",
+        "hidden_features": checkpoint.size(hawk, 0, rank=1),
+        "mlp_features": checkpoint.size(checkpoint.first(f"*.gmlp.{mlp}", f"*.hawk_gmlp.{mlp}"), 1),
+        "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads,
+        "window": checkpoint.given("window", 513),
+        "kernel_size": checkpoint.size(conv, 2, rank=3) if checkpoint.has(conv) else None,
+    }
 
 
 GRIFFIN_LM = Layout(
-    "embedding.weight",
-    "backbone",
-    "output_norm.gamma",
-    "lm_head.weight",
-    sizes={
-        "version": has("*.time.forget_base", "0.0.3", "0.0.2"),
-        "hidden_features": (
-            Size("*.time.forget_base", 0, rank=1),
-            Size("*.hawk.forget_base", 0, rank=1),
-        ),
-        "mlp_features": (Size("*.gmlp.shrink.weight", 1), Size("*.hawk_gmlp.shrink.weight", 1)),
-        "num_kv_heads": 1,
-        "num_heads": (Size("*.smqa.kv.weight", 0, convert=_num_heads), None),
-        "window": 513,
-        "kernel_size": (
-            Size("*.hawk.conv.weight", 2, rank=3),
-            Size("*.time.conv.weight", 2, rank=3),
-            None,
-        ),
-    },
+    "embedding.weight", "backbone", "output_norm.gamma", "lm_head.weight", sizes=_sizes
 )
-"""The keys of hippogriff's GriffinLM. No shape determines `num_kv_heads` and `window`."""
+"""The keys of hippogriff's GriffinLM."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,34 +3,27 @@
 __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, Unpack
 
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_models.checks.values import Positive
+from jax_models.checks.values import Positive, checked_not_negative
 from jax_models.layers.attention import Attention
-from jax_models.layers.experts import Experts, load_balancing_loss
+from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.linear import Linear
+from jax_models.layers.load_balancing import load_balancing_loss
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import Map, ResidualBlock
-from jax_models.models.architecture import (
-    UNDETERMINED,
-    Checkpoint,
-    Fields,
-    Layout,
-    Size,
-    has,
-    whole_key,
-)
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops import Rows
-from jax_models.options import Index, LayerOptions, NormOptions, norm_options
+from jax_models.options import Index, LayerOptions, NormOptions, norm_options, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -220,17 +213,33 @@ class BalancedExpertsConfig(ExpertsConfig):
 
     balance_experts: bool = False
     """Whether training adds the loss that balances the load of the experts, `model.losses`."""
-    balance_coefficient: float = 0.001
+    balance_coefficient: Annotated[float, checked_not_negative] = 0.001
     """The factor of this loss."""
 
+    def __post_init__(self):
+        """Checks each field, and that there are experts to balance."""
+        super().__post_init__()
+        balance, because = self.balance_experts or None, "in a model without experts"
+        refuse_unused("balance_experts", balance, unless=self.any_experts, because=because)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a config.json, which may ask to balance experts although the model has none."""
+        unbalanced = super().from_hf({**config, "output_router_logits": False})
+        return super().from_hf(config) if unbalanced.any_experts else unbalanced
+
     @property
-    def tracks_load(self) -> bool:
+    def any_experts(self) -> bool:
+        """Whether a block has experts."""
+        return any(map(self.has_experts, range(self.num_layers)))
+
+    @property
+    def has_balance_loss(self) -> bool:
         """Whether the model has this loss."""
-        has_experts = any(map(self.has_experts, range(self.num_layers)))
-        return self.balance_experts and self.balance_coefficient != 0 and has_experts
+        return self.balance_experts and self.balance_coefficient != 0
 
     def experts(self, **options: Any) -> Experts:
-        return super().experts(track_load=self.tracks_load, **options)
+        return super().experts(track_load=self.has_balance_loss, **options)
 
 
 BALANCE_FIELDS = {
@@ -364,21 +373,16 @@ class HybridLanguageModel(LanguageModel):
     def losses(self) -> dict[str, Float[Array, ""]]:
         """The loss that balances the experts of a `BalancedExpertsConfig`, times its factor."""
         config = self.config
-        if not isinstance(config, BalancedExpertsConfig) or not config.tracks_load:
+        if not isinstance(config, BalancedExpertsConfig) or not config.has_balance_loss:
             return super().losses
         return {"balance_loss": config.balance_coefficient * load_balancing_loss(self)}
-
-
-def heads_of(count: int = 1) -> Callable[[int, Mapping[str, Any]], int]:
-    """Computes the number of heads from the rows of a projection that has `count` parts a head."""
-    return lambda size, fields: size // count // fields["head_features"]
 
 
 def model_layouts(
     model: str,
     norm: str,
-    sizes: Mapping[str, Any],
-    file_sizes: Mapping[str, Any] | None = None,
+    sizes: Callable[[Checkpoint], Fields],
+    file_sizes: Callable[[Checkpoint], Fields] | None = None,
     blocks_layout: str = "hf",
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
@@ -400,36 +404,37 @@ def model_layouts(
     return layout, file
 
 
-def rows(key: str, convert: Callable[[int, Any], Any] | None = None, rank: int = 2) -> Any:
-    """A source for `Layout.sizes`: the number of rows of a weight, if the checkpoint has it."""
-    size = Size(f"*.{key}", 0, rank)
-    return (size if convert is None else size._replace(convert=convert)), ...
+def attention_sizes(
+    checkpoint: Checkpoint, mixer: str, norm: str | None = None, parts: int = 1
+) -> Fields:
+    """Reads the heads of the attention, which has this name in the keys of a block.
 
-
-def experts_sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    """The sources of the fields of an `ExpertsConfig` under these keys."""
-    router, down = f"*.{experts.router}", f"*.{experts.down.format(0)}"
-    count = Size(router, 0, rank=2), 0
+    `norm` is the name of its norm of each head of the queries. Without it, no shape determines
+    `num_heads`. The projection of the queries has `parts` parts of the same size.
+    """
+    num_heads = None if norm else checkpoint.given("num_heads")
+    queries, keys = (f"*.{mixer}.{name}_proj.weight" for name in "qk")
+    if not checkpoint.has(queries):
+        return {}
+    size = checkpoint.size(queries, 0, rank=2) // parts
+    if num_heads is None:
+        head_features = checkpoint.size(f"*.{mixer}.{norm}.weight", 0, rank=1)
+    else:
+        head_features = size // num_heads
     return {
-        # A function, because a source with sizes would count the router among the usual keys.
-        "num_experts": lambda checkpoint, fields: checkpoint.field(count, fields),
-        "experts_per_token": has(router, UNDETERMINED, ...),
-        "expert_features": (Size(down, -1), ...),
+        "num_heads": size // head_features,
+        "head_features": head_features,
+        "num_kv_heads": checkpoint.size(keys, 0, rank=2) // head_features,
     }
 
 
-def dense_layers(
-    router: str, convert: Callable[[Sequence[int]], Any] = tuple
-) -> Callable[[Checkpoint, Fields], Any]:
-    """A source for `Layout.sizes`: the blocks that have no router although others have one.
-
-    `convert` computes the field from their numbers.
-    """
-
-    def convert_numbers(checkpoint: Checkpoint, fields: Fields) -> Any:
-        if not fields["num_experts"]:
-            return ...
-        keys = [whole_key(checkpoint.layout, f"*.{router}", n) for n in checkpoint.numbers]
-        return convert([i for i, key in enumerate(keys) if key not in checkpoint.weights])
-
-    return convert_numbers
+def experts_sizes(checkpoint: Checkpoint, experts: ExpertsKeys) -> Fields:
+    """Reads the fields of an `ExpertsConfig` from the weights with these keys."""
+    router = f"*.{experts.router}"
+    if not checkpoint.has(router):
+        return {"num_experts": 0}
+    return {
+        "num_experts": checkpoint.size(router, 0, rank=2),
+        "experts_per_token": checkpoint.given("experts_per_token"),
+        "expert_features": checkpoint.size(f"*.{experts.down.format(0)}", -1),
+    }

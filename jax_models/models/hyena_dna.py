@@ -15,7 +15,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena_dna import HyenaDNABlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, tied_head
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import StackConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
@@ -27,22 +27,28 @@ HEAD, LIGHTNING = "lm_head.weight", "model."
 """The key of the head, and the prefix of all keys in checkpoints of PyTorch Lightning."""
 
 
-def _order(size: int, fields: Fields) -> int:
-    """The order, computed from the number of outputs of the input projection."""
-    return size // fields["features"] - 1
-
-
-def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> int:
-    """Counts the linear layers of the filter network of the lowest block."""
-    block = re.escape(f"{checkpoint.layout.blocks}.0.")
-    weight = re.compile(rf"{block}mixer(\.layer)?\.filter_fn\.implicit_filter\..*\.weight")
-    return sum(weight.fullmatch(key) is not None for key in checkpoint.weights)
+def _sizes(part: str, checkpoint: Checkpoint) -> Fields:
+    """Reads the fields, where `part` follows the names of the mixers and the MLPs in the keys."""
+    mixer, mlp = f"*.mixer{part}", f"*.mlp{part}"
+    # Count the linear layers of the filter network of the lowest block.
+    block = re.escape(f"{checkpoint.layout.blocks}.0.mixer{part}.")
+    weight = re.compile(rf"{block}filter_fn\.implicit_filter\..*\.weight")
+    num_outputs = checkpoint.size(f"{mixer}.in_proj.weight", 0)
+    return {
+        "context_length": checkpoint.size(f"{mixer}.filter_fn.pos_emb.z", 1, rank=3),
+        "embed_features": checkpoint.size(f"{mixer}.filter_fn.pos_emb.z", 2, rank=3),
+        "mlp_features": checkpoint.size(f"{mlp}.fc1.weight", 0),
+        "order": num_outputs // checkpoint.features - 1,
+        "kernel_size": checkpoint.size(f"{mixer}.short_filter.weight", 2, rank=3),
+        "filter_features": checkpoint.size(f"{mixer}.filter_fn.implicit_filter.0.weight", 0),
+        "num_filter_layers": sum(weight.fullmatch(key) is not None for key in checkpoint.weights),
+        "tied_head": checkpoint.tied_head,
+    }
 
 
 def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool = False) -> Layout:
     """The layout of the model whose keys begin with a prefix."""
     part = ".layer" if blocks_layout.endswith("-checkpointed") else ""
-    mixer, mlp = f"*.mixer{part}", f"*.mlp{part}"
     return Layout(
         f"{prefix}backbone.embeddings.word_embeddings.weight",
         f"{prefix}backbone.layers",
@@ -50,16 +56,7 @@ def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool 
         head,
         repeats_embedding=not in_file,
         blocks_layout=blocks_layout,
-        sizes={
-            "context_length": Size(f"{mixer}.filter_fn.pos_emb.z", 1, rank=3),
-            "embed_features": Size(f"{mixer}.filter_fn.pos_emb.z", 2, rank=3),
-            "mlp_features": Size(f"{mlp}.fc1.weight", 0),
-            "order": Size(f"{mixer}.in_proj.weight", 0, convert=_order),
-            "kernel_size": Size(f"{mixer}.short_filter.weight", 2, rank=3),
-            "filter_features": Size(f"{mixer}.filter_fn.implicit_filter.0.weight", 0),
-            "num_filter_layers": _num_filter_layers,
-            "tied_head": tied_head,
-        },
+        sizes=partial(_sizes, part),
     )
 
 

@@ -4,14 +4,16 @@ __all__ = ["JambaLanguageModel", "JambaLanguageModelConfig"]
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from flax import nnx
 
 from jax_models.layers.experts import Experts
 from jax_models.layers.mamba import Mamba
-from jax_models.models.architecture import Checkpoint, Fields, Size, whole_key
+from jax_models.models.architecture import Checkpoint, Fields
+from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     BALANCE_FIELDS,
     FULL,
@@ -21,11 +23,10 @@ from jax_models.models.hybrid import (
     ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
+    attention_sizes,
     experts_sizes,
     model_layouts,
-    rows,
 )
-from jax_models.models.mamba2_hybrid import mamba2_sizes
 from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
 
@@ -63,35 +64,34 @@ def period_and_offset(numbers: Sequence[int], count: int) -> tuple[int, int]:
     return max(first + 1, second - first), first
 
 
-def _place_of_experts(index: int) -> Callable[[Checkpoint, Fields], Any]:
-    """A source for `Layout.sizes`: the period or the offset of the blocks with experts."""
-
-    def read(checkpoint: Checkpoint, fields: Fields) -> Any:
-        keys = [whole_key(checkpoint.layout, f"*.{ROUTER}", n) for n in checkpoint.numbers]
-        numbers = [i for i, key in enumerate(keys) if key in checkpoint.weights]
-        return period_and_offset(numbers, len(keys))[index] if numbers else ...
-
-    return read
-
-
-def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    of_experts, of_mixers = experts_sizes(experts), mamba2_sizes("self_attn", "mamba")
-    width, _ = of_experts.pop("expert_features")
-    shared = ("block_types", "num_heads", "head_features", "num_kv_heads", "kernel_size")
-    shared += ("mamba_bias", "conv_bias", "tied_head")
-    return {
-        "mlp_features": (Size("*.feed_forward.gate_proj.weight", 0), width),
-        **of_experts,
-        "experts_period": _place_of_experts(0),
-        "experts_offset": _place_of_experts(1),
-        **{name: of_mixers[name] for name in shared},
-        "inner_features": rows("mamba.A_log"),
-        "state_features": (Size("*.mamba.A_log", 1, rank=2), ...),
-        "dt_rank": (Size("*.mamba.dt_proj.weight", 1, rank=2), ...),
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+    # The experts are as wide as the MLPs.
+    down = checkpoint.first("*.feed_forward.down_proj.weight", f"*.{experts.down.format(0)}")
+    fields = {
+        "mlp_features": checkpoint.size(down, -1),
+        **experts_sizes(checkpoint, experts),
+        "block_types": kinds_by_key(checkpoint, "*.mamba.A_log", LINEAR, FULL),
+        **attention_sizes(checkpoint, "self_attn"),
+        "tied_head": checkpoint.tied_head,
+    }
+    numbers = [i for i, there in enumerate(checkpoint.in_blocks(f"*.{ROUTER}")) if there]
+    if numbers:
+        period, offset = period_and_offset(numbers, len(checkpoint.numbers))
+        fields |= {"experts_period": period, "experts_offset": offset}
+    if not checkpoint.has("*.mamba.A_log"):
+        return fields
+    return fields | {
+        "inner_features": checkpoint.size("*.mamba.A_log", 0, rank=2),
+        "state_features": checkpoint.size("*.mamba.A_log", 1, rank=2),
+        "dt_rank": checkpoint.size("*.mamba.dt_proj.weight", 1, rank=2),
+        "kernel_size": checkpoint.size("*.mamba.conv1d.weight", 2, rank=3),
+        "mamba_bias": checkpoint.has("*.mamba.in_proj.bias"),
+        "conv_bias": checkpoint.has("*.mamba.conv1d.bias"),
     }
 
 
-STATE_DICT, FILE = model_layouts("model", "final_layernorm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
+SIZES, FILE_SIZES = partial(_sizes, EXPERTS), partial(_sizes, FILE_EXPERTS)
+STATE_DICT, FILE = model_layouts("model", "final_layernorm", SIZES, FILE_SIZES)
 HF_FIELDS = HybridConfig.hf_fields | {
     "mamba_d_state": "state_features",
     "mamba_d_conv": "kernel_size",
@@ -206,13 +206,7 @@ class JambaLanguageModelConfig(BalancedExpertsConfig):
                 "block_types: expected attention in one block of each period, as in transformers, "
                 f"got {self.block_types}"
             )
-        expand, rest = divmod(self.inner_features, self.features)
-        if rest:
-            raise ValueError(
-                f"inner_features: expected a multiple of features = {self.features}, as in "
-                f"transformers, got {self.inner_features}"
-            )
-        return fields | place | {"mamba_expand": expand}
+        return fields | place | {"mamba_expand": self.expansion("inner_features")}
 
     def has_experts(self, number: int) -> bool:
         return self.num_experts > 1 and number % self.experts_period == self.experts_offset

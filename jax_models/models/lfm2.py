@@ -4,6 +4,7 @@ __all__ = ["LFM2LanguageModel", "LFM2LanguageModelConfig"]
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from flax import nnx
@@ -13,7 +14,7 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
-from jax_models.models.architecture import Size, has, tied_head
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
@@ -22,11 +23,9 @@ from jax_models.models.hybrid import (
     ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
-    dense_layers,
+    attention_sizes,
     experts_sizes,
-    heads_of,
     model_layouts,
-    rows,
 )
 from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
@@ -57,23 +56,26 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     return {"conv": BlockKeys("conv", *keys), FULL: BlockKeys("self_attn", *keys)}
 
 
-def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    return {
-        "mlp_features": (Size("*.feed_forward.w1.weight", 0), ...),
-        **experts_sizes(experts),
-        "use_expert_bias": has(f"*.{EXPERT_BIAS}"),
-        "num_dense_layers": dense_layers(ROUTER, len),
-        "block_types": kinds_by_key("*.conv.in_proj.weight", "conv", FULL),
-        "head_features": rows("self_attn.q_layernorm.weight", rank=1),
-        "num_heads": rows("self_attn.q_proj.weight", heads_of()),
-        "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-        "kernel_size": (Size("*.conv.conv.weight", 2, rank=3), ...),
-        "conv_bias": has("*.conv.conv.bias"),
-        "tied_head": tied_head,
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+    fields = {
+        **experts_sizes(checkpoint, experts),
+        "use_expert_bias": checkpoint.has(f"*.{EXPERT_BIAS}"),
+        "block_types": kinds_by_key(checkpoint, "*.conv.in_proj.weight", "conv", FULL),
+        **attention_sizes(checkpoint, "self_attn", "q_layernorm"),
+        "tied_head": checkpoint.tied_head,
     }
+    if fields["num_experts"]:
+        fields["num_dense_layers"] = checkpoint.in_blocks(f"*.{ROUTER}").count(False)
+    if checkpoint.has("*.feed_forward.w1.weight"):
+        fields["mlp_features"] = checkpoint.size("*.feed_forward.w1.weight", 0)
+    if checkpoint.has("*.conv.conv.weight"):
+        fields["kernel_size"] = checkpoint.size("*.conv.conv.weight", 2, rank=3)
+        fields["conv_bias"] = checkpoint.has("*.conv.conv.bias")
+    return fields
 
 
-STATE_DICT, FILE = model_layouts("model", "embedding_norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
+SIZES, FILE_SIZES = partial(_sizes, EXPERTS), partial(_sizes, FILE_EXPERTS)
+STATE_DICT, FILE = model_layouts("model", "embedding_norm", SIZES, FILE_SIZES)
 HF_FIELDS = {
     {"rms_norm_eps": "norm_eps"}.get(name, name): ours
     for name, ours in HybridConfig.hf_fields.items()

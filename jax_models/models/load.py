@@ -24,7 +24,6 @@ from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.keys import checked_mapping, flattened, joined
 from jax_models.weights.layouts import WEIGHTS, params_of, weight_table
-from jax_models.weights.places import locate_keys
 from jax_models.weights.stored import cast, dtype_of, is_floating
 from jax_models.weights.wrappers import find_wrapped
 
@@ -149,7 +148,7 @@ def config_of(
     if model_type is not None:
         found = [each for each in known if model_type in each.model_types]
     else:
-        found = [each for each in known if each.recognizes(keys)]
+        found = [each for each in known if each.recognizes(weights)]
         found.sort(key=lambda each: not each.marks)  # marks are surer than common keys
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
@@ -160,9 +159,7 @@ def config_of(
         )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
-        # An embedding and a norm alone have names that many models share.
-        layouts = [names for each in known for names in each.layout_keys() if len(names) > 2]
-        if place := locate_keys(weights, layouts):
+        if place := next(filter(None, (each.locate(weights) for each in known)), None):
             raise ValueError(f"state_dict: {place}")
         if wrapped:
             raise ValueError(f"state_dict: it has keys of {wrapped[0].description}")

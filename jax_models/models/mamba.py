@@ -12,13 +12,22 @@ from flax import nnx
 from jax_models.checks.values import Positive
 from jax_models.layers.linear import torch_uniform
 from jax_models.layers.mamba import Mamba
-from jax_models.models.architecture import UNDETERMINED, Size
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.state_space import (
     StateSpaceConfig,
     StateSpaceLanguageModel,
     state_space_layouts,
 )
 from jax_models.options import NormOptions
+
+
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    return {
+        "inner_features": checkpoint.size("*.mixer.A_log", 0, rank=2),
+        "state_features": checkpoint.size("*.mixer.A_log", 1, rank=2),
+        "dt_rank": checkpoint.size("*.mixer.dt_proj.weight", 1, rank=2),
+        "mixer_norm": checkpoint.given("mixer_norm"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +38,7 @@ class MambaLanguageModelConfig(StateSpaceConfig):
     model_types: ClassVar = ("mamba", "falcon_mamba")
     marks: ClassVar = (".mixer.x_proj.weight",)
     float32_keys: ClassVar = tuple(f".mixer.{name}" for name in ("A_log", "D", "dt_proj.bias"))
-    layouts: ClassVar = state_space_layouts(
-        "mamba",
-        {
-            "inner_features": Size("*.mixer.A_log", 0, rank=2),
-            "state_features": Size("*.mixer.A_log", 1, rank=2),
-            "dt_rank": Size("*.mixer.dt_proj.weight", 1, rank=2),
-            "mixer_norm": UNDETERMINED,
-        },
-    )
+    layouts: ClassVar = state_space_layouts("mamba", _sizes)
     hf_class: ClassVar = "MambaForCausalLM"
     hf_fields: ClassVar = StateSpaceConfig.hf_fields | {
         "intermediate_size": "inner_features",

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.mamba2 import Mamba2, checked_limits
-from jax_models.models.architecture import UNDETERMINED, Mark, Size
-from jax_models.models.mamba2_hybrid import state_features
+from jax_models.models.architecture import Checkpoint, Fields, Mark
+from jax_models.models.mamba2_hybrid import mamba2_sizes
 from jax_models.models.nemotron_h import OTHER_MIXERS
 from jax_models.models.state_space import (
     StateSpaceConfig,
@@ -19,8 +19,8 @@ from jax_models.models.state_space import (
 from jax_models.options import NormOptions
 
 
-def _head_features(size: int, fields: Mapping[str, Any]) -> int:
-    return size // fields["num_heads"]
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    return mamba2_sizes(checkpoint, "mixer", "num_heads", "head_features")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +31,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
     model_types: ClassVar = ("mamba2",)
     marks: ClassVar = (Mark((".mixer.dt_bias",), lacks=OTHER_MIXERS),)
     float32_keys: ClassVar = tuple(f".mixer.{name}" for name in ("A_log", "D", "dt_bias"))
-    layouts: ClassVar = state_space_layouts(
-        "mamba2",
-        {
-            "num_heads": Size("*.mixer.A_log", 0, rank=1),
-            "head_features": Size("*.mixer.out_proj.weight", 1, rank=2, convert=_head_features),
-            "num_groups": UNDETERMINED,
-            "state_features": Size(
-                "*.mixer.conv1d.weight",
-                0,
-                rank=3,
-                convert=state_features("num_heads", "head_features"),
-            ),
-        },
-    )
+    layouts: ClassVar = state_space_layouts("mamba2", _sizes)
     hf_class: ClassVar = "Mamba2ForCausalLM"
     hf_fields: ClassVar = StateSpaceConfig.hf_fields | {
         "num_heads": "num_heads",
@@ -89,13 +76,7 @@ class Mamba2LanguageModelConfig(StateSpaceConfig):
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        inner, features = self.num_heads * self.head_features, self.features
-        if inner % features:
-            raise ValueError(
-                f"num_heads: expected num_heads · head_features to be a multiple of features = "
-                f"{features}, as in transformers, got {inner}"
-            )
-        return super().to_hf() | {"expand": inner // features}
+        return super().to_hf() | {"expand": self.expansion("num_heads", "head_features")}
 
     def make_mixer(self, **options: Any) -> Mamba2:
         inits = self.mixer_inits(self.num_heads * self.head_features)

@@ -4,16 +4,16 @@ __all__: list[str] = []  # only the modules of the models import it
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
 
 from jax_models.layers.attention import Attention
 from jax_models.layers.mamba2 import Mamba2, checked_limits
-from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hf import kinds_by_key
-from jax_models.models.hybrid import FULL, LINEAR, HybridConfig, heads_of, rows
+from jax_models.models.hybrid import FULL, LINEAR, HybridConfig, attention_sizes
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of
 
@@ -92,13 +92,7 @@ class Mamba2HybridConfig(HybridConfig):
 
     def inner_to_hf(self) -> dict[str, Any]:
         """The field of the config.json from which `inner_features` reads this size."""
-        inner, features = self.mamba_heads * self.mamba_head_features, self.features
-        if inner % features:
-            raise ValueError(
-                "mamba_heads: expected mamba_heads · mamba_head_features to be a multiple of "
-                f"features = {features}, as in transformers, got {inner}"
-            )
-        return {"mamba_expand": inner // features}
+        return {"mamba_expand": self.expansion("mamba_heads", "mamba_head_features")}
 
     def attention(self, **options: Any) -> SequenceLayer:
         bias = self.attention_bias
@@ -115,50 +109,43 @@ class Mamba2HybridConfig(HybridConfig):
         )
 
 
-def state_features(heads: str, head_features: str) -> Callable[[int, Fields], int]:
-    """Computes the size of a Mamba-2's state from the number of channels of its convolution.
+def mamba2_sizes(
+    checkpoint: Checkpoint,
+    mixer: str,
+    heads: str = "mamba_heads",
+    size: str = "mamba_head_features",
+) -> Fields:
+    """Reads the sizes of a Mamba-2, which has this name in the keys of a block.
 
-    The convolution has the channels of the heads, and of B and C for each group. The fields of the
-    config have these names.
+    The fields with the number and the size of its heads have the names `heads` and `size`.
     """
+    num_heads = checkpoint.size(f"*.{mixer}.A_log", 0, rank=1)
+    inner = checkpoint.size(f"*.{mixer}.out_proj.weight", 1, rank=2)
+    # The convolution has the channels of the heads, and of B and C for each group.
+    channels = checkpoint.size(f"*.{mixer}.conv1d.weight", 0, rank=3)
+    num_groups = checkpoint.given("num_groups")
+    return {
+        heads: num_heads,
+        size: inner // num_heads,
+        "num_groups": num_groups,
+        "state_features": (channels - inner) // (2 * num_groups),
+        "kernel_size": checkpoint.size(f"*.{mixer}.conv1d.weight", 2, rank=3),
+        "conv_bias": checkpoint.has(f"*.{mixer}.conv1d.bias"),
+    }
 
-    def convert(channels: int, fields: Fields) -> int:
-        inner = fields[heads] * fields[head_features]
-        return (channels - inner) // (2 * fields["num_groups"])
 
-    return convert
-
-
-def mamba2_sizes(attention: str, mamba: str) -> dict[str, Any]:
-    """The sources of the fields of a `Mamba2HybridConfig`, except for the MLP's width.
+def mamba2_hybrid_sizes(checkpoint: Checkpoint, attention: str, mamba: str) -> Fields:
+    """Reads the fields of a `Mamba2HybridConfig`, except for the MLP's width.
 
     The two mixers have these names in the keys of a block.
     """
-    states = state_features("mamba_heads", "mamba_head_features")
     return {
-        "block_types": kinds_by_key(f"*.{mamba}.A_log", LINEAR, FULL),
-        "num_heads": UNDETERMINED,
-        "head_features": rows(
-            f"{attention}.q_proj.weight", lambda size, fields: size // fields["num_heads"]
-        ),
-        "num_kv_heads": rows(f"{attention}.k_proj.weight", heads_of()),
-        "attention_bias": has(f"*.{attention}.q_proj.bias"),
-        "mamba_heads": rows(f"{mamba}.A_log", rank=1),
-        "mamba_head_features": (
-            Size(
-                f"*.{mamba}.out_proj.weight",
-                1,
-                rank=2,
-                convert=lambda size, fields: size // fields["mamba_heads"],
-            ),
-            ...,
-        ),
-        "num_groups": UNDETERMINED,
-        "state_features": rows(f"{mamba}.conv1d.weight", states, rank=3),
-        "kernel_size": (Size(f"*.{mamba}.conv1d.weight", 2, rank=3), ...),
-        "mamba_bias": has(f"*.{mamba}.in_proj.bias"),
-        "conv_bias": has(f"*.{mamba}.conv1d.bias"),
-        "tied_head": tied_head,
+        "block_types": kinds_by_key(checkpoint, f"*.{mamba}.A_log", LINEAR, FULL),
+        **attention_sizes(checkpoint, attention),
+        "attention_bias": checkpoint.has(f"*.{attention}.q_proj.bias"),
+        **(mamba2_sizes(checkpoint, mamba) if checkpoint.has(f"*.{mamba}.A_log") else {}),
+        "mamba_bias": checkpoint.has(f"*.{mamba}.in_proj.bias"),
+        "tied_head": checkpoint.tied_head,
     }
 
 

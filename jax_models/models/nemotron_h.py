@@ -4,6 +4,7 @@ __all__ = ["NemotronHLanguageModel", "NemotronHLanguageModelConfig"]
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
@@ -13,14 +14,7 @@ from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import torch_uniform
 from jax_models.layers.mamba2 import Mamba2
 from jax_models.layers.mlp import MLP
-from jax_models.models.architecture import (
-    UNDETERMINED,
-    Checkpoint,
-    Fields,
-    Layout,
-    Size,
-    whole_key,
-)
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import shortest_pattern
 from jax_models.models.hybrid import (
     FULL,
@@ -28,9 +22,8 @@ from jax_models.models.hybrid import (
     LINEAR,
     OLDER_KINDS,
     HybridLanguageModel,
-    rows,
 )
-from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_sizes
+from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_hybrid_sizes
 from jax_models.models.state_space import StateSpaceBlock
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
@@ -50,54 +43,59 @@ OLDER_FIELDS = {
     "mamba_dt_limit": "time_step_limit",
 }
 """The names that older files have for fields of the config.json."""
-MARK = {
+KEY_OF_KIND = {
     LINEAR: "*.mixer.A_log",
     FULL: "*.mixer.q_proj.weight",
     MOE: "*.mixer.gate.weight",
-    ONLY_MLP: "*.mixer.up_proj.weight",
 }
-"""The key by which a block of each kind is recognized."""
+"""The key by which a block of each kind is recognized. All others have an MLP."""
 OTHER_MIXERS = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
 """Parts of the keys of the mixers that are no Mamba-2."""
 
 
-def _block_types(checkpoint: Checkpoint, fields: Fields) -> tuple[str, ...]:
+def _block_types(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The pattern of the kinds of blocks, from the keys of each block."""
-
-    def kind(number: str) -> str:
-        keys = {kind: whole_key(checkpoint.layout, key, number) for kind, key in MARK.items()}
-        return next((kind for kind, key in keys.items() if key in checkpoint.weights), ONLY_MLP)
-
-    return shortest_pattern([kind(number) for number in checkpoint.numbers])
-
-
-def _mlp_bias(checkpoint: Checkpoint, fields: Fields) -> bool:
-    """Whether the MLPs or the shared experts have biases. A model may have only one of the two."""
-    parts = "", "shared_experts."
-    return any(checkpoint.find(f"*.mixer.{part}up_proj.bias") is not None for part in parts)
+    kinds = [ONLY_MLP] * len(checkpoint.numbers)
+    for kind, key in KEY_OF_KIND.items():
+        kinds = [
+            kind if there else k for k, there in zip(kinds, checkpoint.in_blocks(key), strict=True)
+        ]
+    return shortest_pattern(kinds)
 
 
-def _layout(model: str, up: str, expert_axis: int) -> Layout:
-    """The layout with this prefix, in which experts' first matrices have the key `up`.
+def _sizes(up: str, expert_axis: int, checkpoint: Checkpoint) -> Fields:
+    """Reads the sizes of a layout in which experts' first matrices have the key `up`.
 
     `expert_axis` is the axis of an expert's width in this matrix.
     """
+    fields = {
+        **mamba2_hybrid_sizes(checkpoint, "mixer", "mixer"),
+        "block_types": _block_types(checkpoint),
+        "mlp_bias": False,
+    }
+    # The MLPs or the shared experts have biases, and a model may have only one of the two.
+    for name, part in (("mlp_features", ""), ("shared_features", "shared_experts.")):
+        if checkpoint.has(f"*.mixer.{part}up_proj.weight"):
+            fields[name] = checkpoint.size(f"*.mixer.{part}up_proj.weight", 0, rank=2)
+            fields["mlp_bias"] |= checkpoint.has(f"*.mixer.{part}up_proj.bias")
+    if not checkpoint.has(KEY_OF_KIND[MOE]):
+        return fields
+    latent = "*.mixer.fc1_latent_proj.weight"
+    return fields | {
+        "num_experts": checkpoint.size(KEY_OF_KIND[MOE], 0, rank=2),
+        "experts_per_token": checkpoint.given("experts_per_token"),
+        "expert_features": checkpoint.size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2),
+        "latent_features": checkpoint.size(latent, 0, rank=2) if checkpoint.has(latent) else None,
+    }
+
+
+def _layout(model: str, up: str, expert_axis: int) -> Layout:
     return Layout(
         f"{model}.embeddings.weight",
         f"{model}.layers",
         f"{model}.norm_f.weight",
         HEAD,
-        sizes={
-            **mamba2_sizes("mixer", "mixer"),
-            "block_types": _block_types,
-            "num_experts": rows("mixer.gate.weight"),
-            "experts_per_token": UNDETERMINED,
-            "expert_features": (Size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2), ...),
-            "latent_features": (Size("*.mixer.fc1_latent_proj.weight", 0, rank=2), None),
-            "shared_features": rows("mixer.shared_experts.up_proj.weight"),
-            "mlp_features": rows("mixer.up_proj.weight"),
-            "mlp_bias": _mlp_bias,
-        },
+        sizes=partial(_sizes, up, expert_axis),
     )
 
 
@@ -216,14 +214,6 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
 
     def build(self, **options: Unpack[NormOptions]) -> "NemotronHLanguageModel":
         return NemotronHLanguageModel(self, **options)
-
-    @classmethod
-    def layout_keys(cls) -> list[set[str]]:
-        """Keys of every model: the embedding, the last norm, and the first block, a Mamba-2."""
-        return [
-            {layout.embedding, layout.norm, whole_key(layout, MARK[LINEAR])}
-            for layout in cls.layouts.values()
-        ]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHLanguageModelConfig":

@@ -4,11 +4,12 @@ __all__ = ["OLMoHybridLanguageModel", "OLMoHybridLanguageModelConfig"]
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.attention import Attention
 from jax_models.layers.gated_delta_net import GatedDeltaNet, bias_of_log_uniform, log_of_uniform
-from jax_models.models.architecture import UNDETERMINED, Size, has, tied_head
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
@@ -16,9 +17,8 @@ from jax_models.models.hybrid import (
     BlockKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
-    heads_of,
+    attention_sizes,
     model_layouts,
-    rows,
 )
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
@@ -32,28 +32,27 @@ INPUT, ATTENTION, MLP = (
 )
 
 
-def _sizes(conv: str) -> dict[str, Any]:
-    return {
-        "mlp_features": Size("*.mlp.gate_proj.weight", 0),
-        "block_types": kinds_by_key("*.linear_attn.A_log", LINEAR, FULL),
-        "num_heads": UNDETERMINED,
-        "head_features": rows(
-            "self_attn.q_proj.weight", lambda size, fields: size // fields["num_heads"]
-        ),
-        "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-        "num_value_heads": rows("linear_attn.A_log", rank=1),
-        "value_features": rows("linear_attn.o_norm.weight", rank=1),
-        "num_key_heads": UNDETERMINED,
-        "key_features": rows(
-            "linear_attn.q_proj.weight", lambda size, fields: size // fields["num_key_heads"]
-        ),
-        "kernel_size": (Size(f"*.linear_attn.{conv}.weight", 2, rank=3), ...),
-        "attention_bias": has("*.self_attn.q_proj.bias"),
-        "tied_head": tied_head,
+def _sizes(conv: str, checkpoint: Checkpoint) -> Fields:
+    fields = {
+        "mlp_features": checkpoint.size("*.mlp.gate_proj.weight", 0),
+        "block_types": kinds_by_key(checkpoint, "*.linear_attn.A_log", LINEAR, FULL),
+        **attention_sizes(checkpoint, "self_attn"),
+        "attention_bias": checkpoint.has("*.self_attn.q_proj.bias"),
+        "tied_head": checkpoint.tied_head,
+    }
+    num_key_heads = checkpoint.given("num_key_heads")
+    if not checkpoint.has("*.linear_attn.A_log"):
+        return fields
+    return fields | {
+        "num_value_heads": checkpoint.size("*.linear_attn.A_log", 0, rank=1),
+        "value_features": checkpoint.size("*.linear_attn.o_norm.weight", 0, rank=1),
+        "key_features": checkpoint.size("*.linear_attn.q_proj.weight", 0, rank=2) // num_key_heads,
+        "kernel_size": checkpoint.size(f"*.linear_attn.{conv}.weight", 2, rank=3),
     }
 
 
-STATE_DICT, FILE = model_layouts("model", "norm", _sizes("conv1d"), _sizes("q_conv1d"))
+SIZES, FILE_SIZES = partial(_sizes, "conv1d"), partial(_sizes, "q_conv1d")
+STATE_DICT, FILE = model_layouts("model", "norm", SIZES, FILE_SIZES)
 
 
 @dataclasses.dataclass(frozen=True)

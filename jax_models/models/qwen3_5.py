@@ -5,13 +5,14 @@ __all__ = ["Qwen35LanguageModel", "Qwen35LanguageModelConfig"]
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self, Unpack
 
 from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import UNDETERMINED, Fields, Size, has, tied_head
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     BALANCE_FIELDS,
@@ -22,10 +23,9 @@ from jax_models.models.hybrid import (
     ExpertsKeys,
     GatedDeltaNetConfig,
     HybridLanguageModel,
+    attention_sizes,
     experts_sizes,
-    heads_of,
     model_layouts,
-    rows,
 )
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
@@ -60,28 +60,40 @@ def block_keys(layout: str, experts: ExpertsKeys) -> dict[str, BlockKeys]:
     }
 
 
-def _key_features(channels: int, fields: Fields) -> int:
-    """The size of a key head, from the number of channels of the queries, keys and values."""
-    key_channels = channels - fields["num_value_heads"] * fields["value_features"]
-    return key_channels // (2 * fields["num_key_heads"])
+def mixer_sizes(checkpoint: Checkpoint) -> Fields:
+    """Reads the fields of the mixers, and whether the head is tied."""
+    fields = {
+        "block_types": kinds_by_key(checkpoint, "*.linear_attn.A_log", LINEAR, FULL),
+        **attention_sizes(checkpoint, "self_attn", "q_norm", parts=2),
+        "attention_bias": checkpoint.has("*.self_attn.q_proj.bias"),
+        "tied_head": checkpoint.tied_head,
+    }
+    num_key_heads = checkpoint.given("num_key_heads")
+    if not checkpoint.has("*.linear_attn.A_log"):
+        return fields
+    num_value_heads = checkpoint.size("*.linear_attn.A_log", 0, rank=1)
+    value_features = checkpoint.size("*.linear_attn.norm.weight", 0, rank=1)
+    # The convolution has the channels of the queries, the keys and the values.
+    channels = checkpoint.size("*.linear_attn.conv1d.weight", 0, rank=3)
+    return fields | {
+        "num_value_heads": num_value_heads,
+        "value_features": value_features,
+        "key_features": (channels - num_value_heads * value_features) // (2 * num_key_heads),
+        "kernel_size": checkpoint.size("*.linear_attn.conv1d.weight", 2, rank=3),
+    }
 
 
-SHARED_SIZE = Size("*.mlp.shared_expert.gate_proj.weight", 0)
-SIZES = {
-    "mlp_features": (SHARED_SIZE, Size("*.mlp.gate_proj.weight", 0)),
-    "block_types": kinds_by_key("*.linear_attn.A_log", LINEAR, FULL),
-    "head_features": rows("self_attn.q_norm.weight", rank=1),
-    "num_heads": rows("self_attn.q_proj.weight", heads_of(2)),
-    "num_kv_heads": rows("self_attn.k_proj.weight", heads_of()),
-    "num_value_heads": rows("linear_attn.A_log", rank=1),
-    "value_features": rows("linear_attn.norm.weight", rank=1),
-    "num_key_heads": UNDETERMINED,
-    "key_features": rows("linear_attn.conv1d.weight", _key_features, rank=3),
-    "kernel_size": (Size("*.linear_attn.conv1d.weight", 2, rank=3), ...),
-    "attention_bias": has("*.self_attn.q_proj.bias"),
-    "tied_head": tied_head,
-}
-STACKED, SINGLE = SIZES | experts_sizes(EXPERTS), SIZES | experts_sizes(FILE_EXPERTS)
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+    # In a model with experts, this is the width of the shared expert.
+    mlp = checkpoint.first(f"*.{experts.shared}.gate_proj.weight", "*.mlp.gate_proj.weight")
+    return {
+        "mlp_features": checkpoint.size(mlp, 0),
+        **mixer_sizes(checkpoint),
+        **experts_sizes(checkpoint, experts),
+    }
+
+
+STACKED, SINGLE = partial(_sizes, EXPERTS), partial(_sizes, FILE_EXPERTS)
 TEXT, TEXT_FILE = model_layouts("model", "norm", STACKED, SINGLE)
 WHOLE, WHOLE_FILE = model_layouts("model.language_model", "norm", STACKED, SINGLE)
 HF_FIELDS = GatedDeltaNetConfig.hf_fields | {"partial_rotary_factor": "rotary_fraction"}

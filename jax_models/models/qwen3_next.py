@@ -4,13 +4,13 @@ __all__ = ["Qwen3NextLanguageModel", "Qwen3NextLanguageModelConfig"]
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.experts import Experts
-from jax_models.models.architecture import Size
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hybrid import (
     ExpertsKeys,
-    dense_layers,
     experts_sizes,
     model_layouts,
 )
@@ -20,26 +20,28 @@ from jax_models.models.qwen3_5 import (
     EXPERTS_FIELDS,
     FILE_EXPERTS,
     HF_FIELDS,
-    SHARED_SIZE,
-    SIZES,
     Qwen35LanguageModel,
     Qwen35LanguageModelConfig,
     block_keys,
+    mixer_sizes,
 )
 from jax_models.options import Index, NormOptions
 
 
-def _sizes(experts: ExpertsKeys) -> dict[str, Any]:
-    return {
-        **SIZES,
-        "mlp_features": (Size("*.mlp.gate_proj.weight", 0), ...),
-        "shared_features": (SHARED_SIZE, ...),
-        **experts_sizes(experts),
-        "dense_layers": dense_layers(experts.router),
-    }
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+    fields = {**mixer_sizes(checkpoint), **experts_sizes(checkpoint, experts)}
+    mlps = {"mlp_features": "mlp", "shared_features": experts.shared}
+    for name, mlp in mlps.items():
+        if checkpoint.has(key := f"*.{mlp}.gate_proj.weight"):
+            fields[name] = checkpoint.size(key, 0)
+    if fields["num_experts"]:
+        routers = checkpoint.in_blocks(f"*.{experts.router}")
+        fields["dense_layers"] = tuple(i for i, there in enumerate(routers) if not there)
+    return fields
 
 
-STATE_DICT, FILE = model_layouts("model", "norm", _sizes(EXPERTS), _sizes(FILE_EXPERTS))
+SIZES, FILE_SIZES = partial(_sizes, EXPERTS), partial(_sizes, FILE_EXPERTS)
+STATE_DICT, FILE = model_layouts("model", "norm", SIZES, FILE_SIZES)
 
 
 @dataclasses.dataclass(frozen=True)

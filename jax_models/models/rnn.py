@@ -16,7 +16,7 @@ from jax_models.layers.lstm import LSTM
 from jax_models.layers.min_rnn import MinGRU, MinLSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import LanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import NormOptions
@@ -30,15 +30,26 @@ SHAKESPEARE = {
 }
 
 
-def _torch_cell(size: int, fields: Fields) -> str | None:
-    """The cell of `torch.nn`, recognized by its number of gates."""
-    return {1: "rnn", 3: "gru", 4: "lstm"}.get(size // fields["hidden_features"])
-
-
-def _num_layers(checkpoint: Checkpoint, fields: Fields) -> int:
-    """Counts the layers of `torch.nn` or of a minimal recurrence, or returns 1 without numbers."""
-    found = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
-    return len({layer[1] for layer in found if layer}) or 1
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    hidden_features, positions = (
+        checkpoint.size("layer_norm.weight", 0, rank=1),
+        "pos_embedding.weight",
+    )
+    cell = "rnn"
+    if checkpoint.has("rnn.weight_hh_l0"):  # torch.nn, whose cells differ in the number of gates
+        num_gates = checkpoint.size("rnn.weight_hh_l0", 0) // hidden_features
+        cell = {1: "rnn", 3: "gru", 4: "lstm"}.get(num_gates)
+    for name, gate in (("min_gru", "z"), ("min_lstm", "f")):
+        cell = name if checkpoint.has(f"rnn.layers.0.linear_{gate}.weight") else cell
+    # Count the layers of torch.nn or of a minimal recurrence. Others have a single layer.
+    layers = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
+    return {
+        "context_length": checkpoint.size(positions, 0) if checkpoint.has(positions) else None,
+        "embedding_features": checkpoint.features,
+        "hidden_features": hidden_features,
+        "cell": cell,
+        "num_layers": len({layer[1] for layer in layers if layer}) or 1,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +65,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
             "layer_norm.weight",
             "proj.weight",
             positions=same("pos_embedding.embedding", "pos_embedding.weight"),
-            sizes={
-                "context_length": (Size("pos_embedding.weight", 0), None),
-                "embedding_features": Size("embedding.weight", 1),
-                "hidden_features": Size("layer_norm.weight", 0, rank=1),
-                "cell": (
-                    Size("rnn.weight_hh_l0", 0, convert=_torch_cell),
-                    Size("rnn.layers.0.linear_z.weight", 0, convert=lambda *_: "min_gru"),
-                    Size("rnn.layers.0.linear_f.weight", 0, convert=lambda *_: "min_lstm"),
-                    "rnn",
-                ),
-                "num_layers": _num_layers,
-            },
+            sizes=_sizes,
         ),
     )
     presets: ClassVar = {

@@ -17,7 +17,7 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv import RWKVBlock
 from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
 from jax_models.layers.rwkv_version import describe_other_version, rwkv_version
-from jax_models.models.architecture import Layout, Size
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.configs import BlocksConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import Initializer, NormOptions, checked_options
@@ -33,8 +33,8 @@ class RWKVConfig(BlocksConfig):
     """The base class of the configs of RWKV language models. The `family` is the version."""
 
     @classmethod
-    def recognizes(cls, keys: Iterable[str]) -> bool:
-        return (rwkv_version(keys) or ("", ""))[0] == cls.family
+    def recognizes(cls, weights: Mapping[str, Any]) -> bool:
+        return (rwkv_version(weights) or ("", ""))[0] == cls.family
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
@@ -90,6 +90,10 @@ def small_uniform(key, shape: tuple[int, int], dtype, **_) -> Array:
     return jax.random.uniform(key, shape, dtype, -1e-4, 1e-4)
 
 
+def _sizes(feed_forward: str, checkpoint: Checkpoint) -> Fields:
+    return {"hidden_features": checkpoint.size(f"*.{feed_forward}.key.weight", 0)}
+
+
 @dataclasses.dataclass(frozen=True)
 class RWKVLanguageModelConfig(RWKVConfig):
     """The RWKV-4 language model."""
@@ -97,8 +101,8 @@ class RWKVLanguageModelConfig(RWKVConfig):
     family: ClassVar = "RWKV-4"
     model_types: ClassVar = ("rwkv",)
     layouts: ClassVar = {
-        "blinkdl": BLINKDL._replace(sizes={"hidden_features": Size("*.ffn.key.weight", 0)}),
-        "hf": HF._replace(sizes={"hidden_features": Size("*.feed_forward.key.weight", 0)}),
+        "blinkdl": BLINKDL._replace(sizes=partial(_sizes, "ffn")),
+        "hf": HF._replace(sizes=partial(_sizes, "feed_forward")),
     }
     presets: ClassVar = {"rwkv": {}}
 

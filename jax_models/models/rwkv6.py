@@ -3,27 +3,34 @@
 __all__ = ["RWKV6LanguageModel", "RWKV6LanguageModelConfig"]
 
 import dataclasses
+from functools import partial
 from typing import ClassVar, Unpack
 
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
-from jax_models.models.architecture import Fields, Size
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
 
 
-def _as_in_blinkdl(attention: str, feed_forward: str) -> dict[str, Size]:
+def _sizes(attention: str, feed_forward: str, checkpoint: Checkpoint) -> Fields:
+    """Reads the sizes under the keys of RWKV-LM, in which the two parts of a block have names."""
     return {
-        "hidden_features": Size(f"*.{feed_forward}.key.weight", 0),
-        "head_size": Size(f"*.{attention}.time_faaaa", 1),
-        "mix_rank": Size(f"*.{attention}.time_maa_w1", 1, convert=_mix_rank),
-        "decay_rank": Size(f"*.{attention}.time_decay_w1", 1),
+        "hidden_features": checkpoint.size(f"*.{feed_forward}.key.weight", 0),
+        "head_size": checkpoint.size(f"*.{attention}.time_faaaa", 1),
+        # The matrices of the five mixes are side by side.
+        "mix_rank": checkpoint.size(f"*.{attention}.time_maa_w1", 1) // 5,
+        "decay_rank": checkpoint.size(f"*.{attention}.time_decay_w1", 1),
     }
 
 
-def _mix_rank(size: int, fields: Fields) -> int:
-    """The rank of one mix, because the matrices of the five mixes are side by side."""
-    return size // 5
+def _fla_sizes(checkpoint: Checkpoint) -> Fields:
+    return {
+        "hidden_features": checkpoint.size("*.ffn.key.linear.weight", 0),
+        "head_size": checkpoint.size("*.attn.bonus", 1),
+        "mix_rank": checkpoint.size("*.attn.x_proj.2.weight", 1) // 5,
+        "decay_rank": checkpoint.size("*.attn.w_proj.linear.lora.0.weight", 0),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +40,9 @@ class RWKV6LanguageModelConfig(RWKVConfig):
     family: ClassVar = "RWKV-6"
     model_types: ClassVar = ("rwkv6",)
     layouts: ClassVar = {
-        "blinkdl": BLINKDL._replace(sizes=_as_in_blinkdl("att", "ffn")),
-        "fla": FLA._replace(
-            sizes={
-                "hidden_features": Size("*.ffn.key.linear.weight", 0),
-                "head_size": Size("*.attn.bonus", 1),
-                "mix_rank": Size("*.attn.x_proj.2.weight", 1, convert=_mix_rank),
-                "decay_rank": Size("*.attn.w_proj.linear.lora.0.weight", 0),
-            }
-        ),
-        "hf": HF._replace(sizes=_as_in_blinkdl("attention", "feed_forward")),
+        "blinkdl": BLINKDL._replace(sizes=partial(_sizes, "att", "ffn")),
+        "fla": FLA._replace(sizes=_fla_sizes),
+        "hf": HF._replace(sizes=partial(_sizes, "attention", "feed_forward")),
     }
     presets: ClassVar = {"rwkv6": {"recipe": "shakespeare-small-batches"}}
 

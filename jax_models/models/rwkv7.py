@@ -6,10 +6,37 @@ import dataclasses
 from typing import ClassVar, Unpack
 
 from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
-from jax_models.models.architecture import Size, has
+from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
+
+
+def _sizes(checkpoint: Checkpoint) -> Fields:
+    # A single layer mixes no values.
+    mixes_values = checkpoint.has("*.att.v1")
+    return {
+        "hidden_features": checkpoint.size("*.ffn.key.weight", 0),
+        "head_size": checkpoint.size("*.att.r_k", 1),
+        "decay_rank": checkpoint.size("*.att.w1", 1),
+        "rate_rank": checkpoint.size("*.att.a1", 1),
+        "value_rank": checkpoint.size("*.att.v1", 1) if mixes_values else None,
+        "gate_rank": checkpoint.size("*.att.g1", 1),
+        "keep_unused": checkpoint.has("blocks.0.att.v0"),
+    }
+
+
+def _fla_sizes(checkpoint: Checkpoint) -> Fields:
+    mixes_values = checkpoint.has("*.attn.v_lora.lora.0.weight")
+    return {
+        "hidden_features": checkpoint.size("*.ffn.key.weight", 0),
+        "head_size": checkpoint.size("*.attn.r_k", 1),
+        "decay_rank": checkpoint.size("*.attn.w_lora.lora.0.weight", 0),
+        "rate_rank": checkpoint.size("*.attn.a_lora.lora.0.weight", 0),
+        "value_rank": checkpoint.size("*.attn.v_lora.lora.0.weight", 0) if mixes_values else None,
+        "gate_rank": checkpoint.size("*.attn.g_lora.lora.0.weight", 0),
+        "keep_unused": checkpoint.has("model.layers.0.attn.v_lora.lora.2.bias"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,28 +46,8 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     family: ClassVar = "RWKV-7"
     model_types: ClassVar = ("rwkv7",)
     layouts: ClassVar = {
-        "blinkdl": BLINKDL._replace(
-            sizes={
-                "hidden_features": Size("*.ffn.key.weight", 0),
-                "head_size": Size("*.att.r_k", 1),
-                "decay_rank": Size("*.att.w1", 1),
-                "rate_rank": Size("*.att.a1", 1),
-                "value_rank": (Size("*.att.v1", 1), None),  # a single layer has no such weight
-                "gate_rank": Size("*.att.g1", 1),
-                "keep_unused": has("blocks.0.att.v0"),
-            }
-        ),
-        "fla": FLA._replace(
-            sizes={
-                "hidden_features": Size("*.ffn.key.weight", 0),
-                "head_size": Size("*.attn.r_k", 1),
-                "decay_rank": Size("*.attn.w_lora.lora.0.weight", 0),
-                "rate_rank": Size("*.attn.a_lora.lora.0.weight", 0),
-                "value_rank": (Size("*.attn.v_lora.lora.0.weight", 0), None),
-                "gate_rank": Size("*.attn.g_lora.lora.0.weight", 0),
-                "keep_unused": has("model.layers.0.attn.v_lora.lora.2.bias"),
-            }
-        ),
+        "blinkdl": BLINKDL._replace(sizes=_sizes),
+        "fla": FLA._replace(sizes=_fla_sizes),
     }
     presets: ClassVar = {"rwkv7": {"recipe": "shakespeare-small-batches"}}
 

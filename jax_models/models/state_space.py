@@ -12,7 +12,7 @@ from jax_models.checks.values import Positive
 from jax_models.layers.gated_delta_net import bias_of_log_uniform
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
-from jax_models.models.architecture import Layout, Size, has, tied_head
+from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import HFConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops import carry_dtype
@@ -21,24 +21,30 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested, rms_norm
 
 
-def state_space_layouts(blocks_layout: str, sizes: Mapping[str, Any]) -> dict[str, Layout]:
+def state_space_layouts(
+    blocks_layout: str, mixer_sizes: Callable[[Checkpoint], Fields]
+) -> dict[str, Layout]:
     """The layouts of transformers and of mamba_ssm.
 
-    `sizes` are the sources of the mixer's sizes that the architectures do not share.
+    `mixer_sizes` reads the fields that the architectures do not share.
     """
+
+    def sizes(checkpoint: Checkpoint) -> Fields:
+        return {
+            **mixer_sizes(checkpoint),
+            "kernel_size": checkpoint.size("*.mixer.conv1d.weight", 2, rank=3),
+            "use_bias": checkpoint.has("*.mixer.in_proj.bias"),
+            "conv_bias": checkpoint.has("*.mixer.conv1d.bias"),
+            "tied_head": checkpoint.tied_head,
+        }
+
     layout = Layout(
         "backbone.embeddings.weight",
         "backbone.layers",
         "backbone.norm_f.weight",
         "lm_head.weight",
         blocks_layout=blocks_layout,
-        sizes={
-            **sizes,
-            "kernel_size": Size("*.mixer.conv1d.weight", 2, rank=3),
-            "use_bias": has("*.mixer.in_proj.bias"),
-            "conv_bias": has("*.mixer.conv1d.bias"),
-            "tied_head": tied_head,
-        },
+        sizes=sizes,
     )
     return {
         "hf": layout,

@@ -34,7 +34,7 @@ DTYPE_NAMES = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "b
 """The names of dtypes in safetensors, without their number of bits."""
 
 
-class Checkpoint(NamedTuple):
+class CheckpointContents(NamedTuple):
     """The contents of a file or a folder."""
 
     weights: dict[str, StoredArray]
@@ -42,7 +42,7 @@ class Checkpoint(NamedTuple):
     """The fields of the config.json, if there is one."""
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointContents:
     """Opens the checkpoint in a file or a folder.
 
     Raises:
@@ -62,7 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {hint}", str(path))
     path.stat()
     if path.is_file():
-        return Checkpoint(weights_in(path), None)
+        return CheckpointContents(weights_in(path), None)
     # A run's newest weights are in its checkpoints, and its config has fields that no shape tells.
     if all((path / name).exists() for name in OF_RUN):
         raise ValueError(
@@ -71,14 +71,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         )
     config = json_object(path / CONFIG) if (path / CONFIG).exists() else None
     if any((path / name).exists() for name in ORBAX_FILES):
-        return Checkpoint(_orbax_weights(path), config)
+        return CheckpointContents(_orbax_weights(path), config)
     weights: dict[str, StoredArray] = {}
     for file, keys in _weight_files(path).items():
         found = weights_in(file)
         if missing := [key for key in keys or () if key not in found]:
             raise ValueError(f"{file.name}: no {missing[0]}, which the index says it has")
         weights |= found
-    return Checkpoint(weights, config)
+    return CheckpointContents(weights, config)
 
 
 def weights_in(path: Path) -> dict[str, StoredArray]:
@@ -267,7 +267,7 @@ def _orbax_weights(path: Path) -> dict[str, StoredArray]:
 
     return {
         ".".join(at).removeprefix("params."): StoredArray(
-            tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at)
+            tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at), reads_parts=False
         )
         for at, leaf in _leaves(tree, path.name)
     }

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines
-from jax_models.weights.places import locate_keys, prefix_argument
+from jax_models.weights.places import describe_prefix, locate_keys
 from jax_models.weights.rows import Weight, join, last_word
 from jax_models.weights.tables import Layouts, Table, checked_table, nested
 from jax_models.weights.wrappers import find_wrapped
@@ -25,7 +25,7 @@ def weight_table(
     layout: str | Table | None,
     state_dict: Mapping[str, Any] | None = None,
     place: str = "",
-    argument: Callable[[str], str] = prefix_argument,
+    argument: Callable[[str], str] = describe_prefix,
 ) -> tuple[str, Table]:
     """The name and table of a layout. None: the state_dict's layout, or else the layer's first.
 

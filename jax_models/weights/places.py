@@ -20,7 +20,7 @@ class KeysFound(NamedTuple):
     num_keys: int
 
 
-def prefix_argument(prefix: str) -> str:
+def describe_prefix(prefix: str) -> str:
     """The argument with which `from_torch` reads the keys under a prefix."""
     return f'prefix="{prefix}"'
 

@@ -24,6 +24,8 @@ class StoredArray:
     dtype: np.dtype
     read: Callable[[slice | EllipsisType], np.ndarray]
     """Reads a part of the first axis, or with `...` everything."""
+    reads_parts: bool = True
+    """Whether a part is read without the rest. If not, read everything once, and then slice it."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the values, each time anew."""

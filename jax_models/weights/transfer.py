@@ -293,7 +293,7 @@ def _put_row(
     """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
     Besides the result, at most one copy of the arrays is in memory. Of stacks, it is a copy of the
-    part that one device holds.
+    part that one device holds, if the file can be read in parts.
 
     Raises:
         ValueError: an array cannot be read, or does not fit its parameter.
@@ -306,12 +306,24 @@ def _put_row(
     stored = all(isinstance(entry, StoredArray) for entry in entries.values())
     own = np.asarray if stored else np.array
     likes = {path: params[path].get_value() for path in row.params}
+
+    def put(path: str, value: np.ndarray) -> jax.Array:
+        sharding, value = shardings[path], value.astype(likes[path].dtype, copy=False)
+        if sharding is None:
+            return jax.device_put(own(value))
+        # Unlike `device_put`, this does not send the array to other processes, to compare it.
+        return jax.make_array_from_callback(value.shape, sharding, lambda part: own(value[part]))
+
     if not row.stacks or any(shardings[path] is None for path in row.params):
         return {
-            path: jax.device_put(own(value, likes[path].dtype), shardings[path]).block_until_ready()
+            path: put(path, value).block_until_ready()
             for path, value in _read_params(row, entries, params, not_finite)
         }
     # Read each part of the stacks once, and give it to the devices that hold it.
+    entries = {
+        key: entry if getattr(entry, "reads_parts", True) else _read(key, entry)
+        for key, entry in entries.items()
+    }
     held = {
         path: [
             (range(*index[0].indices(like.shape[0])), index[1:], device)

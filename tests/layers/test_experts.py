@@ -2,14 +2,20 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_models import Experts, from_torch, load_balancing_loss, to_torch
+from jax_models.mesh_axes import declared_mesh_axes
+from jax_models.weights.layouts import params_of
+from parity_tests.registry import CASES
 
 GROUPS: dict[str, Any] = {"scores": "sigmoid", "num_groups": 4, "groups_per_token": 2}
 
@@ -106,6 +112,42 @@ def test_a_call_is_refused():
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((3,), ("model",)))
     with mesh, pytest.raises(ValueError, match=r"^experts_axis: .* num_experts=8, got 3$"):
         divided(x)
+
+
+def compare_divided_model() -> None:
+    """Asserts that a model whose experts are divided computes what the plain one does."""
+    config = CASES["Qwen35LanguageModel, experts"].config
+    model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    inputs = np.arange(12).reshape(2, 6) % config.vocab_size
+
+    @nnx.jit
+    def logits_and_gradient(model: nnx.Module) -> tuple[jax.Array, Any]:
+        def loss(model):
+            logits = model(inputs)[0]
+            return jnp.square(logits).mean(), logits
+
+        (_, logits), gradient = nnx.value_and_grad(loss, has_aux=True)(model)
+        return logits, gradient
+
+    expected = jax.device_get(logits_and_gradient(model))
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])
+    declared = declared_mesh_axes(model)
+    with jax.set_mesh(mesh):
+        for path, param in params_of(model).items():
+            name, axis = declared.get(path) or ("", 0)
+            spec = [*[None] * axis, "model"] if name == "experts" else []
+            param.set_value(jax.device_put(param.get_value(), NamedSharding(mesh, P(*spec))))
+        view = nnx.view(model, experts_axis="model")
+        program = logits_and_gradient.lower(view).compile()
+        found = jax.device_get(program(view))
+    chex.assert_trees_all_close(jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-9)
+    assert "all-gather" not in program.as_text()
+
+
+@pytest.mark.slow
+def test_a_model_whose_experts_are_divided_computes_the_same(on_eight_devices):
+    """No matrix of an expert is gathered, as it would be without `experts_axis`."""
+    on_eight_devices(compare_divided_model)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def expected(path):
     *_, name = path.split(".")
     if name == "kernel_hh":
         return P("model", None)
-    if "kernel" in name:
+    if "kernel" in name or name in ("B_re", "B_im", "C_re", "C_im"):
         return P(None, "model")
     return P("model") if "bias" in name else P()
 

@@ -33,11 +33,16 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.architecture import architectures
-from jax_models.models.hybrid import BlockKeys, ExpertsKeys, HybridBlock
+from jax_models.models.hybrid import (
+    BalancedExpertsConfig,
+    BlockKeys,
+    ExpertsKeys,
+    HybridBlock,
+)
 from jax_models.models.load import config_of
 from train.command import convert, generate
 from train.command.export import export, logit_errors
-from train.command.initial_weights import initialize
+from train.command.initial_weights import read_params
 from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
@@ -416,15 +421,16 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type,
     fields = {"model_type": model_type, "text_config": config.to_hf(), "tie_word_embeddings": True}
     write = partial(folder_of, config, tmp_path, "multimodal-file", **fields)
     weights = write(others)
-    trainer = build_trainer(TrainConfig(model=config, batch_size=2, window=8))
+    options = TrainConfig(model=config, batch_size=2, window=8)
+    trainer = build_trainer(options)
     listed = r"left out mtp\.\* \(2 weights\), model\.visual\.\* \(1 weights\)$"
     with pytest.warns(UserWarning, match=listed):
         read = load_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=listed) as warned:
-        initialize(trainer, tmp_path)
+        params = read_params(trainer, options, tmp_path)
     assert len(warned) == 1
     assert read.config == config
-    for model in (read, trainer.model(trainer.initial_params)):
+    for model in (read, trainer.model(params)):
         for key, array in to_torch(model, "multimodal-file").items():
             assert array.tobytes() == weights[key].tobytes(), key
     write(["vision.x"])
@@ -432,12 +438,10 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type,
         load_pretrained(tmp_path)
 
 
-def test_nemotron_h_is_not_taken_for_a_mamba2(tmp_path):
-    """Both have blocks with the same keys. The weights that predict several tokens are left out."""
+def test_nemotron_h_leaves_out_the_weights_that_predict_several_tokens(tmp_path):
     config = MODELS["nemotron_h"]
     for layout in config.layouts:
-        weights = folder_of(config, tmp_path, layout, ["mtp.layers.0.mixer.q_proj.weight"])
-        assert [each for each in architectures() if each.recognizes(weights)] == [type(config)]
+        folder_of(config, tmp_path, layout, ["mtp.layers.0.mixer.q_proj.weight"])
         with pytest.warns(UserWarning, match=r"left out mtp\.\* \(1 weights\)$"):
             assert load_pretrained(tmp_path).config == config
 
@@ -570,3 +574,17 @@ def test_three_convolutions_in_any_division_are_read(tmp_path):
         model = load_pretrained(tmp_path)
         got = to_torch(model, "hf")["model.layers.0.linear_attn.conv1d.weight"]
         np.testing.assert_array_equal(got, whole)
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in architectures() if issubclass(c, BalancedExpertsConfig)]
+)
+def test_a_model_without_experts_does_not_balance_them(config):
+    unused = "^balance_experts: expected False in a model without experts, got True$"
+    with pytest.raises(ValueError, match=unused):
+        config(num_experts=0, balance_experts=True)
+    with pytest.raises(ValueError, match=r"^balance_coefficient: expected at least 0, got -1"):
+        config(balance_coefficient=-1.0)
+    # A config.json may have the option nevertheless.
+    fields = config(num_experts=0).to_hf() | {"output_router_logits": True}
+    assert not config.from_hf(fields).balance_experts

@@ -11,30 +11,33 @@ import dataclasses
 from typing import ClassVar
 
 from jax_models import Attention, ShortConvolution
-from jax_models.models.architecture import Size, tied_head
 from jax_models.models.hf import kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
     BlockKeys,
     HybridConfig,
     HybridLanguageModel,
-    heads_of,
     model_layouts,
-    rows,
 )
 from jax_models.weights import layouts_of, linear, nested
 
 PROJECTIONS = ("gate", "up", "down")
 KEYS = ("norm1", "norm2", "mixed", "ffn", PROJECTIONS)
-SIZES = {
-    "mlp_features": Size("*.ffn.gate.weight", 0),
-    "block_types": kinds_by_key("*.conv.taps.weight", "conv", FULL),
-    "head_features": rows("attention.query_norm.weight", rank=1),
-    "num_heads": rows("attention.query.weight", heads_of()),
-    "num_kv_heads": rows("attention.key.weight", heads_of()),
-    "tied_head": tied_head,
-}
-STATE_DICT, FILE = model_layouts("mixed", "last_norm", SIZES, blocks_layout="mixed")
+
+
+def sizes(checkpoint):
+    head_features = checkpoint.size("*.attention.query_norm.weight", 0)
+    return {
+        "mlp_features": checkpoint.size("*.ffn.gate.weight", 0),
+        "block_types": kinds_by_key(checkpoint, "*.conv.taps.weight", "conv", FULL),
+        "head_features": head_features,
+        "num_heads": checkpoint.size("*.attention.query.weight", 0) // head_features,
+        "num_kv_heads": checkpoint.size("*.attention.key.weight", 0) // head_features,
+        "tied_head": checkpoint.tied_head,
+    }
+
+
+STATE_DICT, FILE = model_layouts("mixed", "last_norm", sizes, blocks_layout="mixed")
 
 
 @layouts_of(ShortConvolution)

@@ -37,7 +37,7 @@ from jax_models import (
 from jax_models.models.load import loaded
 from train.command import generate
 from train.command.generation_files import files_of_run, ids_of_run
-from train.command.initial_weights import files_to_keep, initialize
+from train.command.initial_weights import files_to_keep, read_params
 from train.data.tokens import until_end
 from train.data.vocabulary import Characters, read_tokenizer
 from train.run.config import TrainConfig
@@ -273,8 +273,8 @@ def test_transformers_generates_what_a_run_generates(kind, begins, tmp_path, mon
     options = TrainConfig(model=config, batch_size=2, window=8, init=init)
     run = Run.create(Path("run"), options, vocabulary, "", files_to_keep(init, vocabulary))
     run_trainer = build_trainer(options, vocabulary)
-    initialize(run_trainer, Path("folder"))
-    run.checkpoints.save(0, run_trainer.initial_state(), None)
+    params = read_params(run_trainer, options, Path("folder"))
+    run.checkpoints.save(0, run_trainer.initial_state(params), None)
     run.checkpoints.close()
     convert("--from", "run", "--to", "written")
 

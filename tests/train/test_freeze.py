@@ -40,7 +40,7 @@ def trained(optimizer, model: LanguageModel, mesh: MeshConfig = ONE, **options) 
     """The state after a step on each batch."""
     on = build_mesh(mesh, rows=4, window=8, devices=jax.devices()[: mesh.data])
     trainer = Trainer(
-        model, optimizer, mesh=on, fully_sharded=mesh.fully_sharded, seed=0, **options
+        lambda: model, optimizer, mesh=on, fully_sharded=mesh.fully_sharded, seed=0, **options
     )
     state = trainer.initial_state()
     for rows in ROWS:
@@ -93,7 +93,7 @@ def test_frozen_parameters_have_no_gradients_moments_or_averages():
     # The program computes no gradient for them: only the trained ones enter the norm, which is that
     # before clipping.
     trainer = Trainer(
-        model(),
+        model,
         build_optimizer(config, 9),
         mesh=build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()[:1]),
         seed=0,
@@ -158,7 +158,7 @@ def test_a_run_keeps_its_frozen_parameters(tmp_path, monkeypatch, unreported):
     run = Run.open(folder)
     assert run.config.freeze == ("embedding", "head.kernel")
     assert not any("mfu" in line for line in run.metrics("training"))
-    initial = leaves_by_path(build_trainer(run.config, run.vocabulary).initial_params)
+    initial = leaves_by_path(build_trainer(run.config, run.vocabulary).initial_state().params)
     for path, value in leaves_by_path(nnx.state(run.model(), nnx.Param)).items():
         kept = bool(re.search(r"embedding|head\.kernel", path))
         assert np.array_equal(value, initial[path]) == kept, path

@@ -1,12 +1,14 @@
 """A run on a mesh of devices equals the run on one device up to rounding, or is refused."""
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import chex
 import jax
@@ -17,7 +19,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
+import train.command.train as train_command
 from jax_models import (
     GatedDeltaNet,
     GatedMLP,
@@ -25,11 +29,18 @@ from jax_models import (
     Hawk,
     HawkLanguageModelConfig,
     HippogriffHawk,
+    KimiDeltaAttention,
     LocalAttention,
+    to_torch,
 )
 from jax_models.mesh_axes import declared_mesh_axes, last_axis, whole
+from jax_models.weights import checkpoint
 from parity_tests.registry import CASES
+from train.data.vocabulary import Characters
 from train.process.digest import leaves_by_path
+from train.run.config import TrainConfig
+from train.run.folder import Run, build_trainer
+from train.trainer import initialization
 from train.trainer.mesh import MODEL, MeshConfig, build_mesh, param_specs
 from train.trainer.optimizer import OptimizerConfig, build_optimizer
 from train.trainer.step import Trainer
@@ -98,7 +109,7 @@ def run(name: str, config: MeshConfig, devices):
     balance = {"balance_experts": True, "balance_coefficient": 0.5}
     model = config_of(name, 8, remat=remat, **sizes, **rates, **balance)
     trainer = Trainer(
-        model.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
+        lambda: model.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
         build_optimizer(OptimizerConfig(clip_norm=1.0), STEPS),
         mesh=mesh,
         fully_sharded=config.fully_sharded,
@@ -130,6 +141,68 @@ def compare(name: str, meshes: Sequence[str]) -> None:
 def test_runs_as_on_one_device(on_eight_devices, model, meshes):
     """Takes some steps of Adam with dropout, if the model has it, on documents with resets."""
     on_eight_devices(compare, model, meshes)
+
+
+def start_divided(source: str, folder: Path) -> None:
+    """Asserts that no device holds a whole matrix at any time while a run starts.
+
+    The parameters must be those that the model has when it is built on one device.
+    """
+    config = TrainConfig(
+        config_of("GriffinLanguageModel", 8, vocab_size=VOCABULARY),
+        optimizer=OptimizerConfig(ema_decay=0.9),
+        mesh=MESHES["8×1×1, fully sharded"],
+        batch_size=8,
+        init=None if source == "scratch" else folder / source,
+    )
+    vocabulary, model = Characters("ab"), config.model.build(rngs=nnx.Rngs(config.seed))
+    expected = jax.device_get(nnx.state(model, nnx.Param))
+    smallest = min(x.size for x in jax.tree.leaves(expected) if x.ndim > 1)
+    num_large = sum(x.size >= smallest for x in jax.tree.leaves(expected))
+    save_file(to_torch(model), folder / "a.safetensors")
+    run = Run.create(folder / "run", TrainConfig(config.model), vocabulary, "")
+    run.checkpoints.save(0, build_trainer(run.config).initial_state(), None)
+    run.checkpoints.close()
+    earlier = {id(array): array for array in jax.live_arrays()}
+
+    def check() -> int:
+        large = [x for x in jax.live_arrays() if x.size >= smallest and id(x) not in earlier]
+        for array in large:
+            part = array.sharding.shard_shape(array.shape)
+            assert 8 * math.prod(part) == array.size, array.shape
+        return len(large)
+
+    def checked(function):
+        def call(*args):
+            check()
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Look before each operation of the initialization, before each read of a weight, and before
+        # the state is made of the parameters.
+        for place in (
+            (initialization, "jaxpr_as_fun"),
+            (checkpoint, "_read"),
+            (Trainer, "initial_state"),
+        ):
+            patch.setattr(*place, checked(getattr(*place)))
+        plan = train_command.Plan(config, vocabulary, {}, "", folder / "new")
+        trainer, state = train_command.build_trainer_of_plan(plan)
+        state = state or trainer.initial_state()
+    # The state has each matrix, its average and its two moments. The trainer has none of them.
+    assert check() == 4 * num_large
+    chex.assert_trees_all_equal(jax.device_get(state.params), expected)
+    chex.assert_trees_all_equal(jax.device_get(state.averaged_params), expected)
+    del state
+    assert check() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["scratch", "a.safetensors", "run"])
+def test_no_device_holds_a_whole_matrix_while_a_run_starts(on_eight_devices, source, tmp_path):
+    on_eight_devices(start_divided, source, tmp_path)
 
 
 @pytest.mark.slow
@@ -189,9 +262,9 @@ def test_a_mesh_that_does_not_divide_is_refused(config, sizes, message):
 def test_a_model_that_does_not_divide_is_refused(model, axis, message):
     shape = [1 + (name == axis) for name in ("data", "sequence", "model")]
     mesh = Mesh(np.full(shape, jax.devices()[0]), ("data", "sequence", "model"))
-    abstract = MODELS[model].abstract(jnp.float32)
+    build = partial(MODELS[model].config.build, rngs=nnx.Rngs(0))
     with pytest.raises((NotImplementedError, ValueError), match=f"^mesh.{axis}: {message}"):
-        Trainer(abstract, optax.sgd(1.0), mesh=mesh, seed=0)
+        Trainer(build, optax.sgd(1.0), mesh=mesh, seed=0)
 
 
 MESH = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
@@ -223,6 +296,7 @@ attention = partial(LocalAttention, 32, 4, window=9)
 delta = partial(
     GatedDeltaNet, 32, num_key_heads=2, num_value_heads=4, key_features=8, value_features=6
 )
+kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +318,10 @@ delta = partial(
         (delta, "A_log", 0),
         (delta, "conv.kernel", None),
         (delta, "out_proj.kernel", 0),
+        (kimi, "f_proj.a_proj.kernel", None),
+        (kimi, "f_proj.b_proj.kernel", 1),
+        (partial(kimi, low_rank=False), "g_proj.kernel", 1),
+        (kimi, "dt_bias", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

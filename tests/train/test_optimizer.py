@@ -238,7 +238,7 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float):
     """The losses of our training step, and the trained model."""
     config = OptimizerConfig(learning_rate=learning_rate, clip_norm=clip_norm)
     trainer = Trainer(
-        model,
+        lambda: model,
         build_optimizer(config, len(rows)),
         mesh=build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()),
         seed=0,

@@ -246,8 +246,8 @@ def test_a_file_without_a_config_says_its_model(name, undetermined, tmp_path):
         args += ["--preset", name, "--model.vocab-size", "20", "--val-rows", "1"]
     plan = train_command.make_plan(train_command.parse_arguments(args))
     assert type(plan.config.model) is type(config)
-    trainer = train_command.build_trainer_of_plan(plan)
-    chex.assert_trees_all_equal(trainer.initial_params, nnx.state(model, nnx.Param))
+    _, state = train_command.build_trainer_of_plan(plan)
+    chex.assert_trees_all_equal(state.params, nnx.state(model, nnx.Param))
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ MODEL = nnx.eval_shape(lambda: RNNLanguageModelConfig().build(rngs=nnx.Rngs(0)))
 VOCABULARY = Characters("abc")
 TOKENS = np.arange(99)
 TRAINER = {
-    "model": MODEL,
+    "build": lambda: MODEL,
     "optimizer": optax.sgd(1.0),
     "mesh": build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()),
     "seed": 0,

@@ -1,11 +1,11 @@
 """The language models of the registry, for the tests that load weights."""
 
 import functools
-from collections.abc import Callable
 
 from flax import nnx
 
-from jax_models import GPModelConfig, to_torch
+from jax_models import to_torch
+from jax_models.models.architecture import Checkpoint
 from parity_tests.registry import CASES
 
 MODELS = {name: case.config for name, case in CASES.items() if case.config is not None}
@@ -38,14 +38,23 @@ def weights_of(config, layout=None):
     return to_torch(initial(config), layout)
 
 
+def fields_of_shapes(config):
+    """The fields of a config that are read from shapes, and those that the user may pass."""
+
+    class Recorded(Checkpoint):
+        def given(self, name, default=...):
+            given.add(name)
+            return super().given(name, default)
+
+    given, layout = set(), next(iter(initial(config).torch_layouts()))
+    checkpoint = Recorded(weights_of(config, layout), config.layouts[layout], vars(config))
+    return checkpoint.fields().keys() - given, given
+
+
 def fields_without_shape(config):
     """The fields of a config that no weight's shape determines."""
-    layout = next(iter(config.layouts.values()))
-    told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}
-    told |= {"vocab_size", "features", "num_layers"}
-    told -= {"implicit", "num_heads"} if isinstance(config, GPModelConfig) else set()
-    told -= {"experts_per_token"}  # undetermined if the model has experts
-    return {name: value for name, value in vars(config).items() if name not in told}
+    read, _ = fields_of_shapes(config)
+    return {name: value for name, value in vars(config).items() if name not in read}
 
 
 def assert_same_weights(actual, expected):

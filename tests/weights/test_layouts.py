@@ -16,6 +16,7 @@ from published import (
     abstract,
     assert_same_weights,
     build,
+    fields_of_shapes,
     fields_without_shape,
     initial,
     weights_of,
@@ -25,11 +26,12 @@ from jax_models import (
     GPModelConfig,
     HawkLanguageModelConfig,
     LanguageModelConfig,
+    RNNLanguageModelConfig,
     from_torch,
     from_weights,
     to_torch,
 )
-from jax_models.models.architecture import Checkpoint, Layout, Mark, Size, architectures
+from jax_models.models.architecture import Checkpoint, Layout, Mark, architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
 from jax_models.weights.layouts import params_of
@@ -102,12 +104,11 @@ def shapes_of(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_that_changes_a_shape_is_read_from_it(name):
-    """Fields whose source is a constant or `UNDETERMINED` are declared as unreadable."""
     config, types = MODELS[name], type(MODELS[name]).field_types()
     shapes = shapes_of(config)
-    declared = {field for layout in config.layouts.values() for field in layout.sizes}
-    for field, value in fields_without_shape(config).items():
-        for other in [] if field in declared else alternatives(value, types[field]):
+    read, given = fields_of_shapes(config)
+    for field in vars(config).keys() - read - given:
+        for other in alternatives(getattr(config, field), types[field]):
             with contextlib.suppress(ValueError, UserWarning):  # it does not fit the others
                 assert shapes_of(replace(config, **{field: other})) == shapes, field
 
@@ -124,7 +125,7 @@ def test_the_marks_of_a_model_are_not_those_of_another(name):
     """Without a config.json, they identify a checkpoint in any layout, also under a prefix."""
     config = MARKED[name]
     for table in abstract(config).torch_layouts().values():
-        keys = [f"model.{key}" for row in table for key in row.keys]
+        keys = dict.fromkeys(f"model.{key}" for row in table for key in row.keys)
         found = [each for each in architectures() if each.marks and each.recognizes(keys)]
         assert found == [type(config)]
 
@@ -158,7 +159,7 @@ EDITS = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_no_checkpoint_of_the_model_is_refused(name, edit):
     config = MODELS[name]
-    if "0, 1" in edit and "num_layers" in next(iter(config.layouts.values())).sizes:
+    if "0, 1" in edit and isinstance(config, RNNLanguageModelConfig):
         return  # its blocks are not numbered
     layout = next(iter(initial(config).torch_layouts()))
     edited = EDITS[edit](weights_of(config, layout), config.layouts[layout])
@@ -214,7 +215,7 @@ def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):
 
 def test_a_config_without_sizes_is_not_guessed():
     class Unsized(HawkLanguageModelConfig):
-        layouts: ClassVar = {"hawk": HawkLanguageModelConfig.layouts["hawk"]._replace(sizes={})}
+        layouts: ClassVar = {"hawk": HawkLanguageModelConfig.layouts["hawk"]._replace(sizes=None)}
 
     config = Unsized(features=8, num_layers=1, mlp_features=8)
     weights = weights_of(config)
@@ -237,21 +238,9 @@ WRONG_LAYOUTS = {
         ValueError,
         KEYS._replace(head="norm.weight"),
     ),
-    ".sizes: expected a mapping of fields to their sources, got a list of 1": (
+    ".sizes: expected a function, got a dict": (
         TypeError,
-        KEYS._replace(sizes=["units"]),
-    ),
-    ".sizes['units'].key: expected str, got an int": (
-        TypeError,
-        KEYS._replace(sizes={"units": Size(0)}),  # pyright: ignore[reportArgumentType]
-    ),
-    ".sizes['units'].axis: expected an integer, got '0'": (
-        ValueError,
-        KEYS._replace(sizes={"units": (Size("*.esn.bias", "0"), ...)}),  # pyright: ignore
-    ),
-    ".sizes['units'].convert: expected a function, got an int": (
-        TypeError,
-        KEYS._replace(sizes={"units": Size("*.esn.bias", 0, convert=3)}),  # pyright: ignore
+        KEYS._replace(sizes={"units": 3}),  # pyright: ignore[reportArgumentType]
     ),
 }
 
@@ -265,31 +254,57 @@ def test_a_wrong_layout_is_refused_where_its_class_is_defined(message):
             layouts: ClassVar = {"of mine": layout}
 
 
-ESN = {"blocks.0.esn.leak": np.float32(0.25), "blocks.0.esn.bias": np.ones(3), "rnn.w": np.ones(4)}
+def test_the_norm_of_a_block_is_not_taken_for_the_last_one():
+    class Other(LanguageModelConfig):
+        layouts: ClassVar = {"of mine": KEYS}
+
+    with pytest.raises(ValueError, match=r"it has no embedding\.weight$"):
+        Other.from_state_dict({"blocks.0.norm.weight": np.ones(3)})
+
+
+ESN = {
+    "blocks.0.esn.leak": np.float32(0.25),
+    "blocks.0.esn.bias": np.ones(3),
+    "blocks.1.out.bias": np.ones(5),
+    "rnn.w": np.ones(4),
+}
 
 
 @pytest.mark.parametrize(
-    ("size", "value"),
+    ("read", "value"),
     [
-        (Size("*.esn.leak"), 0.25),
-        (Size("blocks.esn.leak"), 0.25),
-        (Size("blocks.0.esn.leak"), 0.25),
-        (Size("*.esn.bias", 0), 3),
-        (Size("blocks.esn.bias", -1), 3),
-        (Size("rnn.w", 0, rank=1), 4),
-        (Size("*.esn.bias"), "expected a scalar, got shape \\(3,\\); .* give Size the axis"),
-        (Size("*.esn.leak", 0), "expected an axis 0, none empty, got \\(\\); .* give Size no axis"),
-        (Size("*.esn.bias", 0, rank=2), "expected 2 axes, none empty, got \\(3,\\)"),
-        (Size("*.esn.bias", 1), "expected an axis 1, none empty, got \\(3,\\)"),
+        (lambda it: it.value("*.esn.leak"), 0.25),
+        (lambda it: it.value("blocks.0.esn.leak"), 0.25),
+        (lambda it: it.size("*.esn.bias", 0), 3),
+        (lambda it: it.size("*.esn.bias", -1), 3),
+        (lambda it: it.size("*.out.bias", 0), 5),
+        (lambda it: it.size("rnn.w", 0, rank=1), 4),
+        (lambda it: [it.has(key) for key in ("*.out.bias", "*.w", "rnn.w")], [True, False, True]),
+        (lambda it: it.first("*.w", "*.out.bias", "rnn.w"), "*.out.bias"),
+        (lambda it: it.first("*.w", "*.u"), "*.u"),
+        (lambda it: it.in_blocks("*.out.bias"), [False, True]),
+        (lambda it: [it.given("units", 3), it.given("leak", 3)], [7, 3]),
     ],
 )
-def test_a_size_is_an_axis_or_a_scalar_in_or_outside_of_the_blocks(size, value):
-    checkpoint = Checkpoint(ESN, KEYS)
-    if isinstance(value, str):
-        with pytest.raises(ValueError, match=rf"^state_dict: blocks.0.esn.\w+: {value}$"):
-            checkpoint.field(size, {})
-    else:
-        assert checkpoint.field(size, {}) == value
+def test_a_checkpoint_is_read_in_and_outside_of_the_blocks(read, value):
+    assert read(Checkpoint(ESN, KEYS, {"units": 7})) == value
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ("leak", lambda it: it.given("leak")),
+        ("blocks.0.w", lambda it: it.size("*.w", 0)),
+        ("expected a scalar, got shape (3,); .* call `size`", lambda it: it.value("*.esn.bias")),
+        ("an axis 0, none empty, got (); .* call `value`", lambda it: it.size("*.esn.leak", 0)),
+        ("2 axes, none empty, got (3,)", lambda it: it.size("*.esn.bias", 0, rank=2)),
+        ("an axis 1, none empty, got (3,)", lambda it: it.size("*.esn.bias", 1)),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(message, read):
+    pattern = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=f"{pattern}$"):
+        read(Checkpoint(ESN, KEYS))
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,12 @@ class BambaBlock(nn.Module):
         if self.has_mamba:
             self.mamba = mamba2_of(config)
         else:
-            head_features = config.head_features or config.features // config.num_heads
             self.self_attn = Attention(
                 config.features,
                 config.num_heads,
                 num_kv_heads=config.num_kv_heads,
-                head_features=head_features,
-                rotary_features=int(head_features * config.rotary_fraction),
+                head_features=config.head_size,
+                rotary_features=int(config.head_size * config.rotary_fraction),
                 rope_theta=config.rope_theta,
                 use_bias=config.attention_bias,
                 out_bias=config.attention_bias,

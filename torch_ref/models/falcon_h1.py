@@ -57,16 +57,15 @@ class FalconH1Block(nn.Module):
             norm_before_gate=config.norm_before_gate,
         )
         self.mamba.multipliers = config.mamba_multipliers
-        head_features = config.head_features or config.features // config.num_heads
         self.self_attn = Attention(
             config.features,
             config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            head_features=head_features,
+            head_features=config.head_size,
             rope_theta=config.rope_theta,
             use_bias=config.attention_bias,
             out_bias=config.attention_bias,
-            scale=config.key_multiplier * head_features**-0.5,
+            scale=config.key_multiplier * config.head_size**-0.5,
         )
         self.pre_ff_layernorm = nn.RMSNorm(config.features, eps=config.epsilon)
         self.feed_forward = FalconH1MLP(

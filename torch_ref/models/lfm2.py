@@ -22,7 +22,7 @@ class LFM2Attention(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         features, self.theta = config.features, config.rope_theta
-        self.size = config.head_features or features // config.num_heads
+        self.size = config.head_size
         self.num_kv_heads = config.num_kv_heads
         self.q_proj = nn.Linear(features, config.num_heads * self.size, bias=False)
         self.k_proj = nn.Linear(features, self.num_kv_heads * self.size, bias=False)

@@ -1,9 +1,8 @@
 """Loads the initial weights of a new run, from another run or from a checkpoint."""
 
+import dataclasses
 from pathlib import Path
 
-import jax
-import numpy as np
 from flax import nnx
 
 from jax_models import LanguageModelConfig, from_torch
@@ -15,7 +14,8 @@ from train.command.generation_files import files_of_checkpoint
 from train.command.pretrained import TOKENIZER, faults_of_checkpoint
 from train.data.vocabulary import Subwords, Vocabulary
 from train.process.digest import dtypes_and_shapes
-from train.run.folder import PRETRAINED, VOCABULARY, Run
+from train.run.config import TrainConfig
+from train.run.folder import PRETRAINED, VOCABULARY, Run, build_trainer
 from train.trainer.step import Trainer
 from twinscan.command_line import CommandLineError
 from twinscan.heartbeat import doing
@@ -24,27 +24,41 @@ FLAG = "--init: "
 OPTIONS = "the --preset and --model.… options"
 
 
-def initialize(trainer: Trainer, path: Path) -> None:
-    """Sets the initial parameters of a trainer to the weights of a run or of a checkpoint.
+def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
+    """Reads the parameters of a run or of a checkpoint in the shardings of a new run's trainer.
 
     Raises:
         CommandLineError: the weights are those of another model; all differences are listed.
 
     """
-    model = trainer.model(trainer.initial_params)
     if is_run(path):
-        params = nnx.state(Run.open(path).model(), nnx.Param)
-    else:
-        with faults_of_checkpoint(path, FLAG), doing(f"reading {path}"):
-            weights = without_other_parts(model.config, open_checkpoint(path).weights)
-            try:
-                params = nnx.state(from_torch(model, weights), nnx.Param)
-            except ValueError as error:
-                broken = broken_packages(ENTRY_POINTS)
-                hint = f"; if the model of the checkpoint has other sizes, give {OPTIONS}"
-                raise ValueError(f"{error}{broken}{hint}") from None
-    # A run may be that of another model. A checkpoint may have another parameter than the model.
-    found, expected = dtypes_and_shapes(params), dtypes_and_shapes(trainer.initial_params)
+        # Compare the models before the weights are read. The source has its own kind of optimizer.
+        source = Run.open(path)
+        model = nnx.eval_shape(lambda: source.config.model.build(rngs=nnx.Rngs(0)))
+        check_params(nnx.state(model, nnx.Param), trainer, path)
+        config = dataclasses.replace(
+            config,
+            optimizer=source.config.optimizer,
+            num_steps=source.config.num_steps,
+            freeze=source.config.freeze,
+        )
+        return source.restore(build_trainer(config, source.vocabulary)).averaged_params
+    with faults_of_checkpoint(path, FLAG), doing(f"reading {path}"):
+        model = trainer.model(trainer.abstract_params)
+        weights = without_other_parts(model.config, open_checkpoint(path).weights)
+        try:
+            params = nnx.state(from_torch(model, weights), nnx.Param)
+        except ValueError as error:
+            broken = broken_packages(ENTRY_POINTS)
+            hint = f"; if the model of the checkpoint has other sizes, give {OPTIONS}"
+            raise ValueError(f"{error}{broken}{hint}") from None
+    check_params(params, trainer, path)  # an RGLRU may have got another parameter
+    return params
+
+
+def check_params(params: nnx.State, trainer: Trainer, path: Path) -> None:
+    """Raises an error unless the parameters have the names, shapes and dtypes of the trainer's."""
+    found, expected = dtypes_and_shapes(params), dtypes_and_shapes(trainer.abstract_params)
     differences = [
         f"{name.removesuffix('.value')}: expected {expected.get(name, 'none')}, "
         f"got {found.get(name, 'none')}"
@@ -53,7 +67,6 @@ def initialize(trainer: Trainer, path: Path) -> None:
     ]
     if differences:
         raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
-    trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
 
 
 def files_to_keep(path: Path | None, vocabulary: Vocabulary) -> dict[str, bytes] | None:

@@ -19,7 +19,7 @@ from jax_models import LanguageModel, __version__, generate
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from train.command.export import describe_errors, export
-from train.command.initial_weights import FLAG, files_to_keep, initialize, is_run, model_config_of
+from train.command.initial_weights import FLAG, files_to_keep, is_run, model_config_of, read_params
 from train.command.pretrained import faults_of_checkpoint, special_tokens, tokenizer_of
 from train.data.text import Text
 from train.data.vocabulary import NAMES, Vocabulary, first_token
@@ -38,7 +38,7 @@ from train.run.loop import train
 from train.run.monitor import check_tensorboard
 from train.trainer.mesh import no_mesh, provide_devices
 from train.trainer.optimizer import build_schedule
-from train.trainer.step import Trainer
+from train.trainer.step import Trainer, TrainState
 from twinscan.command_line import CommandLineError, command_line_of_twinscan, parse, parse_known
 from twinscan.heartbeat import doing, written_by
 
@@ -326,13 +326,16 @@ def with_short_warmup(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def build_trainer_of_plan(plan: Plan) -> Trainer:
-    """Builds the trainer of a plan. A run without checkpoints starts from the weights of --init."""
+def build_trainer_of_plan(plan: Plan) -> tuple[Trainer, TrainState | None]:
+    """Builds the trainer of a plan, and its first state if that begins with the weights of --init.
+
+    A run that has checkpoints resumes from them.
+    """
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)
-    if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
-        initialize(trainer, config.init)
-    return trainer
+    if config.init is None or (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
+        return trainer, None
+    return trainer, trainer.initial_state(read_params(trainer, config, config.init))
 
 
 def prepare_run(plan: Plan, arguments: Arguments) -> None:
@@ -390,7 +393,7 @@ def run_until_end(arguments: Arguments, console: Console) -> None:
     fields = json.dumps(to_fields(config))
     check_agreement({"version": __version__, "config": fields, "text": plan.text_digest})
     with doing("building the model"):
-        trainer = run_on_all(lambda: build_trainer_of_plan(plan))
+        trainer, state = run_on_all(lambda: build_trainer_of_plan(plan))
     with contextlib.ExitStack() as stack:
         # Only the first process locks and writes the folder; the others open it afterwards.
         def enter() -> None:
@@ -416,7 +419,7 @@ def run_until_end(arguments: Arguments, console: Console) -> None:
                 f"the {config.batch_size} rows of a batch are divided over {trainer.mesh.size} of "
                 f"{jax.device_count()} devices; {unused} devices are not used"
             )
-        state = train(run, trainer, plan.parts, console)
+        state = train(run, trainer, plan.parts, console, state)
         with doing("writing the report"):
             params = trainer.gather(state.averaged_params)
             if is_first():

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import LanguageModel
-from jax_models.models.load import without_values
 from jax_models.options import checked_options
 from train.checks import Contents
 from train.data.vocabulary import Vocabulary
@@ -177,7 +176,7 @@ class Run:
 
         """
         # A checkpoint may have another form of the optimizer's state.
-        like = trainer.initial_state()
+        like = trainer.abstract_state
         likes = [like]
         trained, _ = trainer.trainable.split(like.params)
         for form in state_layouts(like.optimizer_state, trained):
@@ -326,13 +325,10 @@ def build_trainer(
     config: TrainConfig,
     vocabulary: Vocabulary | None = None,
     devices: Sequence[Any] | None = None,
-    *,
-    abstract: bool = False,
 ) -> Trainer:
     """The trainer of a config, on a mesh of the given devices or of all.
 
-    If the vocabulary has a token that ends a document, the state is reset there. With `abstract`,
-    the parameters have shapes but no values, which is enough to compile.
+    If the vocabulary has a token that ends a document, the state is reset there.
 
     Raises:
         CommandLineError: the config cannot be built.
@@ -354,10 +350,9 @@ def build_trainer(
             window=config.window,
             devices=devices or jax.devices(),
         )
-        model = without_values(nnx.Param, build) if abstract else build()
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
-            model,
+            build,
             optimizer,
             mesh=mesh,
             fully_sharded=config.mesh.fully_sharded,

@@ -31,8 +31,16 @@ class Call(NamedTuple):
     measures: Measures
 
 
-def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Console) -> TrainState:
+def train(
+    run: Run,
+    trainer: Trainer,
+    parts: dict[str, Windows],
+    console: Console,
+    initial: TrainState | None = None,
+) -> TrainState:
     """Trains to the last step of the config, from the newest checkpoint if there is one.
+
+    Without a checkpoint, the run starts from `initial`, which a step donates. None: random weights.
 
     Raises:
         NonFiniteError: too many steps in a row, or the weights, are not finite. The newest
@@ -44,7 +52,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     config = run.config
     is_new = not run.checkpoints.steps
     with doing("initializing the weights"):
-        state = trainer.initial_state() if is_new else run.restore(trainer)
+        state = (initial or trainer.initial_state()) if is_new else run.restore(trainer)
     step = int(state.step)
     source = "scratch" if config.init is None else f"the weights of {config.init}"
     start = f"no checkpoint yet: starting from {source}" if is_new else f"resumed at step {step:,}"

@@ -71,7 +71,7 @@ class Monitor:
         # trained. A frozen parameter needs fewer operations, and how many depends on its place.
         config, devices = run.config, trainer.mesh.devices
         kind = devices.flat[0].device_kind
-        num_params = sum(param.size for param in jax.tree.leaves(trainer.initial_params))
+        num_params = sum(param.size for param in jax.tree.leaves(trainer.abstract_params))
         has_frozen = bool(trainer.trainable.frozen)
         device_peak = None if has_frozen else peak_flops(kind, config.dtype)
         # Continue the counts of the process that the run was resumed from.
@@ -100,7 +100,7 @@ class Monitor:
         # The first lines describe the run and name the columns.
         before = run.last_num_devices
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
-        trained, _ = trainer.trainable.split(trainer.initial_params)
+        trained, _ = trainer.trainable.split(trainer.abstract_params)
         num_trained = sum(param.size for param in jax.tree.leaves(trained))
         note = f", {num_trained:,} of them trained" if has_frozen else ""
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters{note}")

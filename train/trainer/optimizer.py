@@ -201,7 +201,7 @@ def state_layouts(state: Any, params: Any) -> list[Any]:
     """An optimizer's state in all four forms: with or without clipping and averaging."""
     average = state
     if not isinstance(state, AveragedState):
-        average = AveragedState(state, jax.tree.map(jnp.copy, params), jnp.zeros((), jnp.int32))
+        average = AveragedState(state, params, jnp.zeros((), jnp.int32))
     state = average.optimizer_state
     moments = state[-1] if len(state) == 2 else state
     chains = (moments, (optax.EmptyState(), moments))
@@ -212,4 +212,8 @@ def convert_state(state: Any, params: Any, like: Any) -> Any:
     """An optimizer's state in the form of another's. A missing average starts anew."""
     structure = jax.tree.structure(like)
     all_forms = [state, *state_layouts(state, params)]
-    return next(form for form in all_forms if jax.tree.structure(form) == structure)
+    form = next(form for form in all_forms if jax.tree.structure(form) == structure)
+    if isinstance(form, AveragedState) and form.params is params:
+        # A step donates both the parameters and their average, so they must not share memory.
+        form = form._replace(params=jax.tree.map(jnp.copy, params))
+    return form

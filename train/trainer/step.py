@@ -1,5 +1,6 @@
 """The training step and the evaluation, on a mesh of devices."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +21,7 @@ from train.checks import Seed, Texts
 from train.data.windows import Windows
 from train.trainer.accumulation import accumulate_gradients
 from train.trainer.freeze import trainable
+from train.trainer.initialization import evaluate
 from train.trainer.mesh import (
     BATCH_AXES,
     DATA,
@@ -95,10 +97,12 @@ class Trainer:
 
     """
 
+    graphdef: nnx.GraphDef[LanguageModel]
+
     @checked_options
     def __init__(
         self,
-        model: LanguageModel,
+        build: Callable[[], LanguageModel],
         optimizer: optax.GradientTransformation,
         *,
         mesh: Mesh,
@@ -111,12 +115,26 @@ class Trainer:
         self.mesh = mesh
         self.accumulate = accumulate
         self.losses = partial(token_losses, end_of_text=end_of_text)
-        self.names_of_losses = [*nnx.eval_shape(lambda model: model.losses, model)]
-        self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
-        self.trainable = trainable(self.initial_params, freeze)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
+
+        # The parameters stay abstract until `initial_state`. The other variables, such as the keys
+        # of dropout, get their values at once.
+        def variables() -> list[nnx.State]:
+            self.graphdef, *states = nnx.split(build(), nnx.Param, ...)
+            return states
+
+        self.initialization, (params, rest) = jax.make_jaxpr(variables, return_shape=True)()
+        others = range(len(jax.tree.leaves(params)), len(self.initialization.out_avals))
+        values = evaluate(self.initialization, dict.fromkeys(others))
+        self.rest = jax.tree.unflatten(jax.tree.structure(rest), values)
+        model = nnx.merge(self.graphdef, params, self.rest, copy=True)
+        self.names_of_losses = [*nnx.eval_shape(lambda model: model.losses, model)]
+        self.trainable = trainable(params, freeze)
         self.specs = param_specs(model, mesh, fully_sharded=fully_sharded)
+        specs = jax.tree.unflatten(jax.tree.structure(params), self.specs.values())
+        shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
+        self.abstract_params = jax.tree.map(_abstract, params, shardings)
         # Inside `shard_map`, the layers see one device's part of a batch and of the parameters.
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
         if mesh.shape[MODEL] > 1:
@@ -138,16 +156,30 @@ class Trainer:
             one = jnp.zeros((1, 1), jnp.int32)
             nnx.eval_shape(lambda model: self.losses(model, one, one), model)
 
-    def initial_state(self) -> TrainState:
-        """The state before the first step, as a copy, because a step donates its state.
+    @property
+    def abstract_state(self) -> TrainState:
+        """The shape, dtype and sharding of each array of a state."""
+        state = jax.eval_shape(self._state, self.abstract_params)
+        return jax.tree.map(_abstract, state, self.shardings(state))
 
-        `jax.device_put` would not copy the arrays on the first device, even with `may_alias=False`.
+    def initial_state(self, params: nnx.State | None = None) -> TrainState:
+        """The state before the first step, with random parameters or the given ones, donated.
+
+        Each array is made in its sharding, so that a large model need not fit on one device.
         """
-        params = self.initial_params
+        donated = () if params is None else (0,)
+        if params is None:
+            leaves, structure = jax.tree.flatten(self.abstract_params)
+            shardings = dict(enumerate(leaf.sharding for leaf in leaves))
+            params = jax.tree.unflatten(structure, evaluate(self.initialization, shardings))
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        return jax.jit(self._state, out_shardings=shardings, donate_argnums=donated)(params)
+
+    def _state(self, params: nnx.State) -> TrainState:
+        """A state of copies, because a step donates its state, and no array may be in it twice."""
         trained, _ = self.trainable.split(params)
         state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(trained))
-        copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self.shardings(state))
-        return copied(state)
+        return jax.tree.map(jnp.copy, state)
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of each array of a state. The optimizer's arrays follow their parameters."""
@@ -302,7 +334,7 @@ class Trainer:
     def _local_specs(self) -> nnx.State:
         """The shardings of the parameters over the batch axes, inside the `shard_map`."""
         specs = (keep_axes(layer_spec(spec, self.mesh), BATCH_AXES) for spec in self.specs.values())
-        return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), specs)
 
     def _mean_gradient(self, gradient: nnx.State) -> nnx.State:
         """The mean over the devices. The gradient of a gathered parameter is already a sum."""
@@ -321,3 +353,8 @@ class Trainer:
         `model` divides parameters.
         """
         return jax.lax.pmean(x, [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1])
+
+
+def _abstract(like: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """An abstract array in a sharding."""
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

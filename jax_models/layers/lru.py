@@ -1,0 +1,188 @@
+"""The linear recurrent unit (Orvieto et al. 2023), and what diagonal state spaces share."""
+
+__all__ = ["LRU", "LRUState"]
+
+import math
+from typing import NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Inexact
+
+from jax_models import ops
+from jax_models.checks.values import Positive
+from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.ops import carry_dtype
+from jax_models.ops.linear import LINEAR_RECURRENCE
+from jax_models.options import MatrixOptions
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, same, transposed
+
+
+class LRUState(NamedTuple):
+    """The state of an `LRU` or an `S5`: real and imaginary parts of h."""
+
+    h: Float[Array, "batch state 2"]
+
+
+class DiagonalStateSpace(SequenceLayer[LRUState]):
+    """`h_t = λ ⊙ h_{t−1} + γ ⊙ (x_t B)`, `y_t = s Re(h_t C) + D ⊙ x_t`, with complex λ, γ, B and C.
+
+    A subclass makes the parameters, computes λ and γ from them (`recurrence`) and sets s
+    (`output_scale`). If `bidirectional`, a second h runs from the last step to the first. It has a
+    C of its own (`C2_re`, `C2_im`) and follows the first h in the state.
+    """
+
+    divides_time = True
+    bidirectional = False
+    output_scale: float = 1.0
+
+    B_re: nnx.Param
+    B_im: nnx.Param
+    C_re: nnx.Param
+    C_im: nnx.Param
+    D: nnx.Param
+    C2_re: nnx.Param
+    C2_im: nnx.Param
+
+    def __init__(
+        self, features: int, state_features: int, method: str, **options: Unpack[MatrixOptions]
+    ):
+        super().__init__(features, **options)
+        self.state_features = state_features
+        self.method = LINEAR_RECURRENCE.checked_method(method)
+
+    def recurrence(self) -> tuple[Inexact[Array, " state"], Inexact[Array, " state"]]:
+        """Returns λ and γ, in at least single precision."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> LRUState:
+        """Zeros, in at least float32."""
+        numbers = self.state_features * (1 + self.bidirectional)
+        return LRUState(jnp.zeros((batch_size, numbers, 2), self.state_dtype))
+
+    def sequence(self, x, state, rows):
+        """Runs `ops.linear_recurrence` between the products with B and C."""
+        dtype = self.computation_dtype(x)
+        x = x.astype(dtype)
+        # The inputs and λ, which is constant over time, are the same in both directions.
+        decay, scale = self.recurrence()
+        real, imaginary = (ops.affine(x, B[...].astype(dtype)) for B in (self.B_re, self.B_im))
+        inputs = lax.complex(real, imaginary)
+        inputs *= scale.astype(inputs.dtype)[None, None]
+        decays = jnp.broadcast_to(decay.astype(inputs.dtype), inputs.shape)
+
+        outputs = [(self.C_re, self.C_im)]
+        if self.bidirectional:
+            outputs.append((self.C2_re, self.C2_im))
+        h0 = state.h.astype(carry_dtype(state.h.dtype))
+        starts = jnp.split(lax.complex(h0[..., 0], h0[..., 1]), len(outputs), axis=1)
+        y = self.D[...].astype(real.dtype)[None, None] * x.astype(real.dtype)
+        ends = []
+        for h0, (C_re, C_im), reverse in zip(starts, outputs, (False, True), strict=False):
+            h, end = ops.linear_recurrence(
+                decays, inputs, h0, reverse=reverse, method=self.method, rows=rows
+            )
+            # Re(h C) is one product of real numbers: [h_re, −h_im] [C_re; C_im].
+            parts = jnp.concatenate([h.real, -h.imag], axis=-1)
+            C = jnp.concatenate([C_re[...], C_im[...]]).astype(dtype)
+            y += self.output_scale * ops.affine(parts, C)
+            ends.append(end)
+        end = jnp.concatenate(ends, axis=1)
+        return y.astype(dtype), LRUState(jnp.stack([end.real, end.imag], axis=-1))
+
+
+class LRU(DiagonalStateSpace):
+    """The linear recurrent unit, a diagonal state space with complex decays.
+
+        >>> layer = LRU(64, 128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        λ = e^{−e^ν + i e^θ},   γ = e^{gamma_log}
+        h_t = λ ⊙ h_{t−1} + γ ⊙ (x_t B)
+        y_t = Re(h_t C) + D ⊙ x_t
+
+    x and y are (batch, time, features). h consists of complex numbers, and the state is
+    `LRUState(h)` with their real and imaginary parts, (batch, state_features, 2). B and C are
+    complex matrices, stored as `B_re`, `B_im`, `C_re` and `C_im`. All other parameters are real: ν
+    (`nu_log`), θ (`theta_log`), `gamma_log` and D. λ does not depend on x, and |λ| < 1, so the
+    recurrence is stable whatever the parameters are.
+
+    Args:
+        features: size of x_t and y_t.
+        state_features: size of h_t.
+        r_min: smallest initial |λ|.
+        r_max: largest initial |λ|. A value close to 1 keeps inputs for many steps.
+        max_phase: largest initial angle of λ, in radians. For long sequences, the authors use
+            small angles, such as π/10.
+        method: the method of `ops.linear_recurrence`.
+        **options: as in `MatrixOptions`. λ is uniform on the ring between r_min and r_max, and γ
+            is √(1 − |λ|²), which gives all numbers of h the same variance. The real and imaginary
+            parts of B are normal with variance 1 / (2 features), those of C with variance
+            1 / state_features, and D with variance 1. h is computed in at least float32.
+
+    Raises:
+        ValueError: a size or max_phase is not positive, there is no such method, or not
+            0 ≤ r_min < r_max ≤ 1.
+
+    Layouts: `lru` (the parameters of the authors' notation, as in minimal-LRU).
+
+    Source: "Resurrecting Recurrent Neural Networks for Long Sequences", Orvieto et al. 2023
+    (arXiv 2303.06349), appendix A.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        state_features: int,
+        *,
+        r_min: float = 0.0,
+        r_max: float = 1.0,
+        max_phase: Positive = 2 * math.pi,
+        method: ops.LinearRecurrenceMethod = "auto",
+        **options: Unpack[MatrixOptions],
+    ):
+        if not 0 <= r_min < r_max <= 1:
+            raise ValueError(f"r_min, r_max: expected 0 ≤ r_min < r_max ≤ 1, got {r_min}, {r_max}")
+        super().__init__(features, state_features, method, **options)
+        rngs, dtype = options["rngs"], self.param_dtype
+        wide, shape = carry_dtype(dtype), (state_features,)
+        # Uniform squares of |λ| spread λ evenly over the area of the ring.
+        smallest = max(r_min**2, float(jnp.finfo(wide).tiny))
+        square = jax.random.uniform(rngs.params(), shape, wide, smallest, r_max**2)
+        angle = jax.random.uniform(rngs.params(), shape, wide, jnp.finfo(wide).tiny, max_phase)
+        self.nu_log = nnx.Param(jnp.log(-jnp.log(square) / 2).astype(dtype))
+        self.theta_log = nnx.Param(jnp.log(angle).astype(dtype))
+        self.gamma_log = nnx.Param((jnp.log1p(-square) / 2).astype(dtype))
+        for matrix, size, variance in (
+            ("B", (features, state_features), 1 / (2 * features)),
+            ("C", (state_features, features), 1 / state_features),
+        ):
+            init = options.get("kernel_init") or nnx.initializers.normal(variance**0.5)
+            for part in ("re", "im"):
+                setattr(self, f"{matrix}_{part}", nnx.Param(init(rngs.params(), size, dtype)))
+        self.D = nnx.Param(jax.random.normal(rngs.params(), (features,), dtype))
+
+    def recurrence(self):
+        """`λ = e^{−e^ν + i e^θ}` and γ."""
+        wide = carry_dtype(self.param_dtype)
+        parameters = (self.nu_log, self.theta_log, self.gamma_log)
+        nu, theta, gamma = (jnp.exp(p[...].astype(wide)) for p in parameters)
+        return jnp.exp(lax.complex(-nu, theta)), gamma
+
+    mesh_axes = last_axis("state", "B_re", "B_im", "nu_log", "theta_log", "gamma_log") | first_axis(
+        "state", "C_re", "C_im"
+    )
+
+    def torch_layouts(self) -> Layouts:
+        """`lru`: the names of the parameters, with (out, in) matrices."""
+        return {
+            "lru": [
+                *(same(name, name) for name in ("nu_log", "theta_log", "gamma_log")),
+                *(transposed(name, name) for name in ("B_re", "B_im", "C_re", "C_im")),
+                same("D", "D"),
+            ]
+        }
