@@ -353,6 +353,24 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     jax.tree.map(partial(assert_same, what=f"{form.name} and the definition"), found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("operator", "form", "kind", "seed"), [f for f in FORMS if not f.marks])
+def test_runs_under_a_set_mesh(operator, form, kind, seed, x64):
+    """Results are those without a mesh, also inside a `shard_map`."""
+    run, arrays, _ = CALLS[operator.name][0](kind, Draw(seed))
+    run = partial(run, form.name)
+    try:
+        expected = jax.jit(run)(*arrays)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        by_hand = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+        for function in (run, by_hand):
+            found = jax.jit(function)(*arrays)
+            jax.tree.map(partial(assert_same, what=form.name), found, expected)
+
+
 # The choice among forms
 
 
