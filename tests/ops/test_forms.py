@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_models import GRU, LSTM, RNN, entry_points, ops
 from jax_models.entry_points import DuplicateNameError
@@ -351,6 +353,24 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     jax.tree.map(partial(assert_same, what=f"{form.name} and the definition"), found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("operator", "form", "kind", "seed"), [f for f in FORMS if not f.marks])
+def test_runs_under_a_set_mesh(operator, form, kind, seed, x64):
+    """Results are those without a mesh, also inside a `shard_map`."""
+    run, arrays, _ = CALLS[operator.name][0](kind, Draw(seed))
+    run = partial(run, form.name)
+    try:
+        expected = jax.jit(run)(*arrays)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        by_hand = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+        for function in (run, by_hand):
+            found = jax.jit(function)(*arrays)
+            jax.tree.map(partial(assert_same, what=form.name), found, expected)
+
+
 # The choice among forms
 
 
@@ -504,6 +524,23 @@ def test_forms_of_shows_the_choice_and_its_reasons():
         [table] = ops.forms_of(layer, jnp.ones((2, 5, 3)))
         assert table[0] == "recurrent_stack"
         assert table.chosen == "definition"
+
+
+@pytest.mark.parametrize("platform", forms.PLATFORMS)
+def test_a_modal_conv_whose_time_is_divided_runs_in_chunks(platform):
+    """The other form refuses, so chunks run on a CPU too, where they would not be faster."""
+    mesh = jax.make_mesh((1,), ("time",), axis_types=(AxisType.Auto,))
+    spec = P(None, "time")
+    _, (v, *arrays), _ = draw_modal_conv("whole", Draw(0))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def run(v):
+        modes, poles, residues, skip = arrays
+        weights = {"poles": poles, "residues": residues, "skip": skip}
+        return ops.modal_conv(v, ops.ModalConvState(modes), **weights, time_axis="time")[0]
+
+    tables = ops.forms_of(run, v, platform=platform)
+    assert [table.chosen for table in tables] == ["chunked"]
 
 
 # Forms of other packages

@@ -20,7 +20,7 @@ from jax_models.ops.time_axis import states_between
 SELECTIVE_SCAN = Operator(
     "selective_scan",
     (
-        Form("chunked", chunked.run, refusal=chunked.refusal),
+        Form("chunked", chunked.run, refusal=chunked.refusal, pays=chunked.pays),
         Form("definition", definition.scan),
     ),
 )
@@ -62,8 +62,8 @@ def selective_scan(
         state: h before the first step. None: zero.
         method: the form that runs. "definition" is a plain `lax.scan`, whose backward pass stores
             all states. "chunked" stores one state for each chunk of at most 32 steps, and computes
-            the others again. "auto" is chunked unless the number of steps is symbolic.
-            `ops.forms_of` shows the choice.
+            the others again. "auto" is "chunked" if a derivative is computed and the number of
+            steps is not symbolic, and "definition" otherwise. `ops.forms_of` shows the choice.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             from zero, and once from the state after the devices before it.

@@ -49,6 +49,11 @@ def refusal(call: SelectiveScan) -> str | None:
     return None
 
 
+def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:
+    """Whether a derivative is computed: the forward pass runs the definition in each chunk."""
+    return differentiated
+
+
 @jax.jit  # else eager calls would compile the scan each time
 def run(call: SelectiveScan) -> Results:
     """Divides time into chunks of equal size, the last of which ends with padding."""
