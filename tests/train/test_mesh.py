@@ -157,21 +157,20 @@ def start_divided(source: str, folder: Path) -> None:
     )
     vocabulary, model = Characters("ab"), config.model.build(rngs=nnx.Rngs(config.seed))
     expected = jax.device_get(nnx.state(model, nnx.Param))
-    matrices = [x for x in jax.tree.leaves(expected) if x.ndim > 1]
-    smallest = min(matrix.size for matrix in matrices)
+    smallest = min(x.size for x in jax.tree.leaves(expected) if x.ndim > 1)
+    num_large = sum(x.size >= smallest for x in jax.tree.leaves(expected))
     save_file(to_torch(model), folder / "a.safetensors")
     run = Run.create(folder / "run", TrainConfig(config.model), vocabulary, "")
     run.checkpoints.save(0, build_trainer(run.config).initial_state(), None)
     run.checkpoints.close()
-    earlier, seen = {id(array): array for array in jax.live_arrays()}, 0
+    earlier = {id(array): array for array in jax.live_arrays()}
 
-    def check() -> None:
-        nonlocal seen
-        for array in jax.live_arrays():
-            if array.size >= smallest and id(array) not in earlier:
-                part = array.sharding.shard_shape(array.shape)
-                assert 8 * math.prod(part) == array.size, array.shape
-                seen += 1
+    def check() -> int:
+        large = [x for x in jax.live_arrays() if x.size >= smallest and id(x) not in earlier]
+        for array in large:
+            part = array.sharding.shard_shape(array.shape)
+            assert 8 * math.prod(part) == array.size, array.shape
+        return len(large)
 
     def checked(function):
         def call(*args):
@@ -192,11 +191,12 @@ def start_divided(source: str, folder: Path) -> None:
         plan = train_command.Plan(config, vocabulary, {}, "", folder / "new")
         trainer, state = train_command.build_trainer_of_plan(plan)
         state = state or trainer.initial_state()
-        check()
-    # The state has each matrix, its average and its two moments.
-    assert seen > 4 * len(matrices)
+    # The state has each matrix, its average and its two moments. The trainer has none of them.
+    assert check() == 4 * num_large
     chex.assert_trees_all_equal(jax.device_get(state.params), expected)
     chex.assert_trees_all_equal(jax.device_get(state.averaged_params), expected)
+    del state
+    assert check() == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Initializes parameters in their shardings, so that no device ever holds the whole model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,28 +17,31 @@ def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) ->
     the whole array.
     """
     jaxpr = operations.jaxpr
-    variables = [jaxpr.outvars[index] for index in outputs]
+    results = [jaxpr.outvars[index] for index in outputs]
     divided = {
-        variable: sharding
-        for variable, sharding in zip(variables, outputs.values(), strict=True)
+        result: sharding
+        for result, sharding in zip(results, outputs.values(), strict=True)
         if sharding is not None and not sharding.is_fully_replicated
     }
     # Walk back from the outputs to find the operations that they need, and the operation that reads
     # a value last, after which it is freed.
-    last_reader = {each: None for each in variables if not isinstance(each, Literal)}
+    last_reader: dict[Var, JaxprEqn | None] = dict.fromkeys(_variables(results))
     needed = []
     for equation in reversed(jaxpr.eqns):
-        if not any(result in last_reader for result in equation.outvars):
+        if not any(output in last_reader for output in equation.outvars):
             continue
         needed.append(equation)
         sharding_of_shape = {x.aval.shape: divided.get(x) for x in equation.outvars}
-        for operand in equation.invars:
-            if not isinstance(operand, Literal):
-                last_reader.setdefault(operand, equation)
-                if (sharding := sharding_of_shape.get(operand.aval.shape)) is not None:
-                    divided.setdefault(operand, sharding)
+        for operand in _variables(equation.invars):
+            last_reader.setdefault(operand, equation)
+            if (sharding := sharding_of_shape.get(operand.aval.shape)) is not None:
+                divided.setdefault(operand, sharding)
 
-    values = dict(zip(jaxpr.constvars, operations.consts, strict=True))
+    values = {
+        constant: jax.device_put(value, divided.get(constant))
+        for constant, value in zip(jaxpr.constvars, operations.consts, strict=True)
+        if constant in last_reader
+    }
 
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, Literal) else values[variable]
@@ -50,13 +53,17 @@ def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) ->
             options, types = equation.params.items(), (each.aval for each in equation.invars)
             key = (equation.primitive, *options, *types, *shardings)
             run = programs.setdefault(key, jax.jit(run, out_shardings=shardings))
-        results = zip(equation.outvars, run(*map(read, equation.invars)), strict=True)
-        values |= {result: value for result, value in results if result in last_reader}
-        for operand in equation.invars:
-            if not isinstance(operand, Literal) and last_reader[operand] is equation:
-                values.pop(operand, None)  # it may be an operand twice
-    # An output that no operation computes is a constant, which has not been on a device yet.
-    return [jax.device_put(read(each), divided.get(each)) for each in variables]
+        computed = zip(equation.outvars, run(*map(read, equation.invars)), strict=True)
+        values |= {output: value for output, value in computed if output in last_reader}
+        for operand in {*_variables(equation.invars)}:
+            if last_reader[operand] is equation:
+                del values[operand]
+    return [jax.device_put(read(each)) for each in results]  # a literal is not an array yet
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    """The operands or results that are not literals."""
+    return [each for each in atoms if not isinstance(each, Literal)]
 
 
 def _function(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., Any]:

@@ -163,16 +163,17 @@ class Trainer:
         return jax.tree.map(_abstract, state, self.shardings(state))
 
     def initial_state(self, params: nnx.State | None = None) -> TrainState:
-        """The state before the first step, with random parameters or a copy of the given ones.
+        """The state before the first step, with random parameters or the given ones, donated.
 
         Each array is made in its sharding, so that a large model need not fit on one device.
         """
+        donated = () if params is None else (0,)
         if params is None:
             leaves, structure = jax.tree.flatten(self.abstract_params)
             shardings = dict(enumerate(leaf.sharding for leaf in leaves))
             params = jax.tree.unflatten(structure, evaluate(self.initialization, shardings))
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(self._state, out_shardings=shardings)(params)
+        return jax.jit(self._state, out_shardings=shardings, donate_argnums=donated)(params)
 
     def _state(self, params: nnx.State) -> TrainState:
         """A state of copies, because a step donates its state, and no array may be in it twice."""
