@@ -226,6 +226,7 @@ OTHERS = {"recurrence": RECURRENCE, "lstm_stack": STACK}
         ("grouped_dot", {"sizes": np.zeros(4, np.int32)}, "sizes:"),
         ("grouped_dot", {"method": "dense"}, "method:"),
         ("gated_delta_rule", dict.fromkeys("qk", array(BATCH, TIME, 3, IN)), "v:"),
+        ("gated_delta_rule", {"log_decay": array(BATCH, TIME, OUT, IN + 1)}, "log_decay:"),
         ("causal_conv", {"kernel": array(2, 6)}, "state.inputs:"),
         ("online_conv", {"max_length": 0}, "max_length:"),
         ("lstm_stack", {"method": "cuda"}, "method:"),

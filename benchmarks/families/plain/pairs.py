@@ -76,6 +76,12 @@ def draw_gated_delta_rule(rng, batch, time, heads, size):
     return {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
 
 
+def draw_kimi_delta_attention(rng, batch, time, heads, size):
+    """The arrays of the gated delta rule, with a decay for each feature of a key."""
+    log_decay = uniform(rng, LEAST_LOG_DECAY, 0, batch, time, heads, size)
+    return draw_gated_delta_rule(rng, batch, time, heads, size) | {"log_decay": log_decay}
+
+
 def draw_state_space(rng, batch, time, groups, heads, head_size, state_size):
     """The C, B, Δ x and Δ A of Mamba-2."""
     q, k = normal(rng, 2, batch, time, groups, state_size) * np.float32(state_size**-0.5)
@@ -339,6 +345,9 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "wkv6": by_definition(ops.delta_rule, draw_wkv6, MATRICES),
     "gated_delta_rule": by_definition(ops.gated_delta_rule, draw_gated_delta_rule, MATRICES),
+    "kimi delta attention": by_definition(
+        ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES
+    ),
     "state space": by_definition(
         partial(ops.gated_delta_rule, beta=None), draw_state_space, STATE_SPACES
     ),

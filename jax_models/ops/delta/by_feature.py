@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import einsum, product
+from jax_models.ops.affine import einsum, product, row_sums
 from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
 from jax_models.ops.linear_map import linear_map
 
@@ -101,7 +101,7 @@ def _parts(chunk: Chunk) -> Parts:
     *by_level, from_start, to_end = jnp.moveaxis(_decays(log_w), 2, 0)
     blocks = [_of_blocks(q, k, decays, 1 << level) for level, decays in enumerate(by_level)]
     scores = _whole(
-        product(q * k, jnp.ones((k.shape[-1], 1), k.dtype)),
+        row_sums(q * k),
         [einsum("bhntk,bhnik->bhnti", each.readers, each.writers) for each in blocks],
     )
     scores_of_q, scores_of_k = scores[:, :, 0], scores[:, :, 1]
@@ -149,8 +149,7 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
     d_x = product(parts.inverse.mT, d_u)
     d_v = beta * d_x
     of_inverse = product(d_x, parts.u.mT) * parts.scores_of_k
-    d_beta = jnp.sum(d_x * parts.missing, axis=-1, keepdims=True)
-    d_beta -= jnp.sum(of_inverse, axis=-1, keepdims=True)
+    d_beta = row_sums(d_x * parts.missing) - row_sums(of_inverse)
     of_readers = _stacked(d_y, -d_v)
     d_scores = product(of_readers, parts.u.mT)
     d_state = d_after * parts.fade + einsum("bhtv,bhtk->bhvk", of_readers, parts.readers)

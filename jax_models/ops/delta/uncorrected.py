@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import einsum, product
+from jax_models.ops.affine import einsum, product, row_sums
 from jax_models.ops.delta.decays import Decays, exponentials, log_sums
 from jax_models.ops.linear_map import linear_map
 
@@ -89,9 +89,9 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
 
     d_sums = Decays(
         between=decayed * scores,
-        from_start=_swap(_sum_of_last(read * _read(state, q))),
-        to_end=_swap(_sum_of_last(of_written * v)),
-        fade=decays.fade * jnp.sum(_sum_of_last(d_after * state), axis=-2, keepdims=True),
+        from_start=_swap(row_sums(read * _read(state, q))),
+        to_end=_swap(row_sums(of_written * v)),
+        fade=decays.fade * jnp.sum(row_sums(d_after * state), axis=-2, keepdims=True),
     )
     (d_log_w,) = gradient_of_sums(d_sums)
     return Chunk(d_q, d_k, d_v, d_log_w, d_state)
@@ -122,8 +122,3 @@ def _write(v: Array, k: Array) -> Array:
     batch, key_heads, steps, heads, values = v.shape
     columns = v.reshape(batch, key_heads, steps, heads * values).mT
     return product(columns, k).reshape(batch, key_heads, heads, values, -1)
-
-
-def _sum_of_last(x: Array) -> Array:
-    """Sums the last axis by a matrix product, which XLA's CPU backend computes fastest."""
-    return product(x, jnp.ones((x.shape[-1], 1), x.dtype))
