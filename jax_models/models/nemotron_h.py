@@ -43,7 +43,7 @@ OLDER_FIELDS = {
     "mamba_dt_limit": "time_step_limit",
 }
 """The names that older files have for fields of the config.json."""
-MARK = {
+KEY_OF_KIND = {
     LINEAR: "*.mixer.A_log",
     FULL: "*.mixer.q_proj.weight",
     MOE: "*.mixer.gate.weight",
@@ -56,7 +56,7 @@ OTHER_MIXERS = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
 def _block_types(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The pattern of the kinds of blocks, from the keys of each block."""
     kinds = [ONLY_MLP] * len(checkpoint.numbers)
-    for kind, key in MARK.items():
+    for kind, key in KEY_OF_KIND.items():
         kinds = [
             kind if there else k for k, there in zip(kinds, checkpoint.in_blocks(key), strict=True)
         ]
@@ -78,11 +78,11 @@ def _sizes(up: str, expert_axis: int, checkpoint: Checkpoint) -> Fields:
         if checkpoint.has(f"*.mixer.{part}up_proj.weight"):
             fields[name] = checkpoint.size(f"*.mixer.{part}up_proj.weight", 0, rank=2)
             fields["mlp_bias"] |= checkpoint.has(f"*.mixer.{part}up_proj.bias")
-    if not checkpoint.has(MARK[MOE]):
+    if not checkpoint.has(KEY_OF_KIND[MOE]):
         return fields
     latent = "*.mixer.fc1_latent_proj.weight"
     return fields | {
-        "num_experts": checkpoint.size(MARK[MOE], 0, rank=2),
+        "num_experts": checkpoint.size(KEY_OF_KIND[MOE], 0, rank=2),
         "experts_per_token": checkpoint.given("experts_per_token"),
         "expert_features": checkpoint.size(f"*.mixer.{up}", expert_axis, rank=expert_axis + 2),
         "latent_features": checkpoint.size(latent, 0, rank=2) if checkpoint.has(latent) else None,

@@ -20,7 +20,7 @@ bamba = partial(paired, layout="hf", architecture="bamba", twin_state=False, pre
 SIZES: dict[str, Any] = HYBRID_SIZES | {"head_features": 4}
 config = BambaLanguageModelConfig(
     **SIZES,
-    num_layers=3,
+    num_layers=2,
     block_types=("linear_attention", "full_attention"),
     rope_theta=10.0,
 )
@@ -31,7 +31,6 @@ CASES = [
         BIASES,
         dataclasses.replace(
             config,
-            num_layers=2,
             head_features=6,  # 3 of them are rotated, as 4 are
             tied_head=False,
             attention_bias=True,

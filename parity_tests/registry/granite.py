@@ -20,7 +20,7 @@ from parity_tests.registry.mutation import (
 granite = partial(paired, layout="hf", architecture="granite", twin_state=False, prefix=5)
 config = GraniteLanguageModelConfig(
     **HYBRID_SIZES,
-    num_layers=3,
+    num_layers=2,
     block_types=("linear_attention", "full_attention"),
     embedding_multiplier=3.0,
     residual_multiplier=0.6,
@@ -69,8 +69,8 @@ MUTATIONS = [
     forward("logits not divided", plant=with_multiplier("logits_scaling", 1.0), culprit=""),
     forward(
         "branches not multiplied",
-        plant=with_value("blocks.2", "residual_scale", 1.0),
-        culprit="model.layers.2",
+        plant=with_value("blocks.1", "residual_scale", 1.0),
+        culprit="model.layers.1",
     ),
     forward(
         "scores multiplied by 1 / √head_features",

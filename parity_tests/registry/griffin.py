@@ -33,8 +33,9 @@ block = {"recurrent_features": 6, "num_kv_heads": 1, "window": WINDOW, "rope_the
 config = GriffinLanguageModelConfig(
     vocab_size=11,
     features=8,
-    num_layers=4,
+    num_layers=3,
     mlp_features=7,
+    block_types=("recurrent", "attention"),
     recurrent_features=6,
     num_heads=2,
     window=WINDOW,
@@ -178,8 +179,8 @@ MUTATIONS = [
     forward(
         "epsilon doubled",
         "GriffinLanguageModel",
-        plant=epsilon_doubled("blocks.3.channel_pre_norm"),
-        culprit="model.layers.3.channel_pre_norm",
+        plant=epsilon_doubled("blocks.1.channel_pre_norm"),
+        culprit="model.layers.1.channel_pre_norm",
     ),
     forward("exact gelu", "GriffinRecurrence", plant=edited(with_exact_gelu)),
     forward(

@@ -19,7 +19,7 @@ jamba = partial(paired, layout="hf", architecture="jamba", twin_state=False, pre
 config = JambaLanguageModelConfig(
     vocab_size=11,
     features=8,
-    num_layers=3,
+    num_layers=2,
     mlp_features=7,
     block_types=("linear_attention", "full_attention"),
     num_heads=4,
@@ -40,7 +40,6 @@ CASES = [
         BIASES,
         dataclasses.replace(
             config,
-            num_layers=2,
             experts_offset=1,
             tied_head=False,
             mamba_bias=True,

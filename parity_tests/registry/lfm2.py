@@ -20,7 +20,7 @@ lfm2 = partial(paired, layout="hf", architecture="lfm2", twin_state=False, prefi
 config = LFM2LanguageModelConfig(
     vocab_size=11,
     features=8,
-    num_layers=3,
+    num_layers=2,
     mlp_features=7,
     block_types=("conv", "full_attention"),
     num_heads=4,

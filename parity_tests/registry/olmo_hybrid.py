@@ -11,7 +11,7 @@ olmo = partial(paired, layout="hf", architecture="olmo_hybrid", twin_state=False
 config = OLMoHybridLanguageModelConfig(
     vocab_size=11,
     features=8,
-    num_layers=3,
+    num_layers=2,
     mlp_features=7,
     block_types=("linear_attention", "full_attention"),
     num_heads=4,

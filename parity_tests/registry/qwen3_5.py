@@ -23,7 +23,7 @@ CASES = [
         "Qwen35LanguageModel",
         Qwen35LanguageModelConfig(
             **sizes,
-            num_layers=3,
+            num_layers=2,
             block_types=("linear_attention", "full_attention"),
             num_heads=4,
             num_kv_heads=2,
@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     forward(
         "epsilon doubled",
-        plant=epsilon_doubled("blocks.2.mlp_norm"),
-        culprit="model.layers.2.post_attention_layernorm",
+        plant=epsilon_doubled("blocks.1.mlp_norm"),
+        culprit="model.layers.1.post_attention_layernorm",
     ),
 ]

@@ -15,7 +15,7 @@ CASES = [
         Qwen3NextLanguageModelConfig(
             vocab_size=12,
             features=8,
-            num_layers=3,
+            num_layers=2,
             mlp_features=7,
             block_types=("linear_attention", "full_attention"),
             head_features=4,
@@ -49,13 +49,13 @@ MUTATIONS = [
         "gate and up of the experts exchanged",
         CASE,
         "weights",
-        edited(exchanged("blocks.2.mlp", "gate_kernel", "up_kernel")),
-        culprit="model.layers.2.mlp.experts",
+        edited(exchanged("blocks.0.mlp", "gate_kernel", "up_kernel")),
+        culprit="model.layers.0.mlp.experts",
     ),
     forward(
         "experts' weights not normalized",
-        plant=with_value("blocks.2.mlp", "normalize", False),
-        culprit="model.layers.2.mlp",
+        plant=with_value("blocks.0.mlp", "normalize", False),
+        culprit="model.layers.0.mlp",
     ),
     forward(
         "shared gate forgotten",

@@ -26,7 +26,13 @@ from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest_errors
 from parity_tests.engine.traces.trace import SLOTS
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "two_rounded_runs")
+
+
+@pytest.fixture
+def two_rounded_runs(monkeypatch):
+    """Rounds twice at random instead of eight times, because JAX runs operation by operation."""
+    monkeypatch.setattr("parity_tests.engine.references.reference.ROUNDED_RUNS", 2)
 
 
 class Faulty(NamedTuple):

@@ -277,6 +277,7 @@ REFUSED = [
             ("RWKVBlock", {"layer_index": 3, "num_layers": 3}),
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
+            ("KimiDeltaAttention", {"min_log_decay": 0.0}),
             ("Experts", {"num_groups": 5}),
             ("Experts", {"num_groups": 64}),
             ("Experts", {"groups_per_token": 2}),

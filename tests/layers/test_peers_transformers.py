@@ -1,9 +1,9 @@
 """Compares layers with those of transformers.
 
-Gated DeltaNet is that of Qwen3-Next, Mamba is also that of FalconMamba and Jamba, and attention is
-that of StarCoder2 and Qwen3. The projections of Qwen3-Next are in another order.
-`tests/models/test_peers_hybrids.py` compares Mamba-2 and the layers of the hybrids, inside their
-models.
+Gated DeltaNet is that of Qwen3-Next, Kimi Delta Attention is also that of Ling 3, Mamba is also
+that of FalconMamba and Jamba, and attention is that of StarCoder2 and Qwen3. The projections of
+Qwen3-Next are in another order. `tests/models/test_peers_hybrids.py` compares Mamba-2 and the
+layers of the hybrids, inside their models.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import Attention, GatedDeltaNet, Mamba, from_torch, to_torch
+from jax_models import Attention, GatedDeltaNet, KimiDeltaAttention, Mamba, from_torch, to_torch
 from parity_tests import assert_parity
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -101,6 +101,34 @@ def test_gated_delta_net_is_that_of_qwen3_next():
     peer = module.Qwen3NextGatedDeltaNet(config, layer_idx=0)
     layer = assert_is_mixer(peer, GatedDeltaNet, "qwen3_next", **SIZES, epsilon=1e-3)
     weights = to_torch(from_torch(layer, peer.state_dict()), "qwen3_next")
+    jax.tree.map(np.testing.assert_array_equal, weights, dict(peer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "options"),
+    [
+        ("kimi_linear", "KimiLinear", {}),
+        ("bailing_hybrid", "BailingHybrid", {"low_rank": False, "min_log_decay": -5.0}),
+    ],
+)
+def test_kimi_delta_attention_is_that_of_transformers(name, family, options):
+    """75 steps are longer than a chunk. Ling 3 is called Bailing there."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=12,
+        linear_num_heads=3,
+        linear_head_dim=4,
+        linear_conv_kernel_dim=3,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        rms_norm_eps=1e-3,
+    )
+    with InFloat64():
+        peer = getattr(module, f"{family}DeltaAttention")(config, layer_idx=0)
+    sizes = {"num_heads": 3, "head_features": 4, "kernel_size": 3, "epsilon": 1e-3}
+    layer = assert_is_mixer(peer, KimiDeltaAttention, name, **sizes, **options)
+    weights = to_torch(from_torch(layer, peer.state_dict()), name)
     jax.tree.map(np.testing.assert_array_equal, weights, dict(peer.state_dict()))
 
 

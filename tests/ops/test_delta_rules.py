@@ -14,7 +14,7 @@ from jax_models.ops.delta import definition
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked", "definition")
-KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention", "gated", "mamba2")
+KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention", "gated", "mamba2", "kimi")
 BATCH, KEY_HEADS, HEADS, KEY, VALUE = 3, 2, 4, 5, 6
 LEAST_LOG_DECAY = -0.6
 methods = pytest.mark.parametrize("method", METHODS)
@@ -29,13 +29,14 @@ def problem(kind: str, time: int):
     rng = np.random.default_rng(time)
     v = rng.standard_normal((BATCH, time, HEADS, VALUE))
     state = rng.standard_normal((BATCH, HEADS, VALUE, KEY))
-    if kind in ("gated", "mamba2"):
+    if kind in ("gated", "mamba2", "kimi"):
         q, k = rng.standard_normal((2, BATCH, time, KEY_HEADS, KEY))
-        log_decay = -np.exp(2 * rng.standard_normal((BATCH, time, HEADS)) - 1)
+        features = (KEY,) if kind == "kimi" else ()
+        log_decay = -np.exp(2 * rng.standard_normal((BATCH, time, HEADS, *features)) - 1)
         arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "state": state}
         if kind == "mamba2":
             return mamba2, arrays
-        return gated, arrays | {"beta": rng.uniform(0, 2, log_decay.shape)}
+        return gated, arrays | {"beta": rng.uniform(0, 2, v.shape[:3])}
     r, k, log_w = rng.standard_normal((3, BATCH, time, HEADS, KEY))
     removal, rate = rng.standard_normal(k.shape), rng.uniform(size=k.shape)
     removal /= np.linalg.norm(removal, axis=-1, keepdims=True)
@@ -85,7 +86,7 @@ def test_every_form_is_the_definition(x64, kind, time, is_masked, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rwkv6", "any decay", "gated", "mamba2"])
+@pytest.mark.parametrize("kind", ["rwkv6", "any decay", "gated", "mamba2", "kimi"])
 def test_decays_of_every_size_are_exact_and_finite(x64, kind):
     """Later steps lose no digits after a step at which the state decays to zero."""
     rule, arrays = problem(kind, 140)
@@ -132,7 +133,7 @@ def test_no_keys_are_no_output(method):
     assert not y.any()
 
 
-@pytest.mark.parametrize("kind", ["rwkv7", "any decay", "gated", "mamba2"])
+@pytest.mark.parametrize("kind", ["rwkv7", "any decay", "gated", "mamba2", "kimi"])
 def test_float32_errs_as_the_definition_does(kind):
     """The decays of rwkv7 are at their lower bound."""
     rule, arrays = problem(kind, 256)
@@ -164,7 +165,7 @@ def test_one_key_again_and_again(rule):
 
 
 @methods
-@pytest.mark.parametrize("kind", ["rwkv7", "gated"])
+@pytest.mark.parametrize("kind", ["rwkv7", "gated", "kimi"])
 def test_a_nan_stays_in_its_document(kind, method):
     """The outputs and gradients of the other documents are the same to the last bit."""
     rule, arrays = problem(kind, 100)

@@ -75,6 +75,11 @@ def state_space(q, k, v, log_decay, state, **options):
     return gated_delta_rule(q, k, v, log_decay, None, state, **options)
 
 
+def decays_by_feature(q, k, v, log_decay, beta, state, **options):
+    """The gated delta rule with a decay for each feature of a key, as in Kimi Delta Attention."""
+    return gated_delta_rule(q, k, v, log_decay, beta, state, **options)
+
+
 def local_attention(q, k, v, keys, values):
     """Attention of rows that have read five steps or one. A document ends among the new steps."""
     state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
@@ -124,6 +129,13 @@ SHAPES = {
         *[(BATCH, TIME, 2)] * 2,
         (BATCH, 2, 4, 3),
     ),
+    decays_by_feature: (
+        *[(BATCH, TIME, 1, 3)] * 2,
+        VALUES,
+        KEYS,
+        (BATCH, TIME, 2),
+        (BATCH, 2, 4, 3),
+    ),
     state_space: (*[(BATCH, TIME, 1, 3)] * 2, VALUES, (BATCH, TIME, 2), (BATCH, 2, 4, 3)),
     rnn: shapes_of(1),
     gru: shapes_of(3),
@@ -149,6 +161,7 @@ IN_BOTH_MODES = [
     (projected_lstm, {}),  # has a matrix product after the state
     (gated_delta_rule, {"method": "chunked"}),
     (state_space, {"method": "chunked"}),
+    (decays_by_feature, {"method": "chunked"}),
     (ops.long_conv, {"method": "twisted"}),
     (grouped_dot, {"method": "blocks"}),
 ]

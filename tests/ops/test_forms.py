@@ -173,15 +173,18 @@ GATED_DELTA_RULES = {
     "corrected": {"normalize": True, "scale": 0.3},
     "not corrected": {},
     "not corrected, normalized": {"normalize": True, "scale": 0.3},
+    "a decay for each feature": {"normalize": True, "scale": 0.3},
+    "a decay for each feature, not corrected": {},
 }
 """Kinds of calls of `gated_delta_rule`, with their options."""
 
 
 def draw_gated_delta_rule(kind: str, draw: Draw):
     draw.sizes["T"] *= 8
-    masks, beta = draw.masks(), kind == "corrected"
+    masks, beta = draw.masks(), "not corrected" not in kind
     arrays = {"q": draw.array("B T E I"), "k": draw.array("B T E I")}
-    arrays |= {"log_decay": -jnp.exp(3 * draw.array("B T 2*E")), "state": draw.array("B 2*E Y I")}
+    decays = "B T 2*E I" if "feature" in kind else "B T 2*E"
+    arrays |= {"log_decay": -jnp.exp(3 * draw.array(decays)), "state": draw.array("B 2*E Y I")}
     arrays["beta"] = jax.nn.sigmoid(draw.array("B T 2*E")) if beta else None
 
     def run(method, v, arrays):

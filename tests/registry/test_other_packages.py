@@ -141,7 +141,6 @@ REGISTRY = """
 from functools import partial
 
 from parity_tests.registry.case import Case
-from parity_tests.registry.mutation import Mutation, zeroed
 from plain import twin
 from plain.layer import PlainBlock
 from plain.model import PlainLanguageModelConfig
@@ -155,11 +154,6 @@ CASES = [
         partial(twin.PlainLanguageModel.from_config, config),
         config.build,
         twin_state=False,
-    ),
-]
-MUTATIONS = [
-    Mutation(
-        "the bias of a norm forgotten", "PlainBlock", "weights", zeroed("norm.bias"), culprit="norm"
     ),
 ]
 """
@@ -198,15 +192,6 @@ def run(installed):
     """Runs Python with the package installed in a temporary folder."""
     files = {"layer": LAYER, "model": MODEL, "twin": TWIN, "registry": REGISTRY}
     return installed("plain", files, ENTRY_POINTS)
-
-
-@pytest.mark.slow
-def test_it_is_in_the_report(run):
-    cases = ["--case", "PlainBlock", "--case", "PlainLanguageModel"]
-    shown = run("-m", "parity_tests", "--platform", "cpu", "--mutations", *cases)
-    assert "PlainBlock" in shown
-    assert "PlainLanguageModel" in shown
-    assert "planted faults: 1 of 1 caught" in shown
 
 
 @pytest.mark.slow

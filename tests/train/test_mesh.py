@@ -29,6 +29,7 @@ from jax_models import (
     Hawk,
     HawkLanguageModelConfig,
     HippogriffHawk,
+    KimiDeltaAttention,
     LocalAttention,
     to_torch,
 )
@@ -295,6 +296,7 @@ attention = partial(LocalAttention, 32, 4, window=9)
 delta = partial(
     GatedDeltaNet, 32, num_key_heads=2, num_value_heads=4, key_features=8, value_features=6
 )
+kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +318,10 @@ delta = partial(
         (delta, "A_log", 0),
         (delta, "conv.kernel", None),
         (delta, "out_proj.kernel", 0),
+        (kimi, "f_proj.a_proj.kernel", None),
+        (kimi, "f_proj.b_proj.kernel", 1),
+        (partial(kimi, low_rank=False), "g_proj.kernel", 1),
+        (kimi, "dt_bias", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
+from jax_models.checks.values import wrong_shape
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.delta import chunked, definition, gated_chunked, sequential
 from jax_models.ops.delta.calls import (
@@ -31,7 +32,7 @@ DELTA_RULE = Operator(
 GATED_DELTA_RULE = Operator(
     "gated_delta_rule",
     (
-        Form("chunked", gated_chunked.run, refusal=chunked.refusal, pays=gated_chunked.pays),
+        Form("chunked", gated_chunked.run, refusal=gated_chunked.refusal, pays=gated_chunked.pays),
         Form("sequential", sequential.run_gated, ("cpu",), pays=sequential.gated_pays),
         Form("definition", definition.gated_delta_rule),
     ),
@@ -76,6 +77,7 @@ def delta_rule(
     - DeltaNet: log_w = 0, a = k, b = −βk, and βk takes the place of k. Gated DeltaNet differs in
       log_w = log α, the same for all features of a key, and b = −αβk. Kimi Delta Attention differs
       from DeltaNet in log_w = log α, with one α for each feature of a key, and a = α ⊙ k.
+      `gated_delta_rule` computes both faster.
     - RWKV-6 (with u), gated linear attention, RetNet and Mamba-2 (the last two with the same log α
       for all features of a key): without a and b.
 
@@ -143,7 +145,7 @@ def gated_delta_rule(
     q: Float[Array, "batch time key_heads key"],
     k: Float[Array, "batch time key_heads key"],
     v: Float[Array, "batch time heads value"],
-    log_decay: Float[Array, "batch time heads"],
+    log_decay: Float[Array, "batch time heads *features"],
     beta: Float[Array, "batch time heads"] | None,
     state: Float[Array, "batch heads value key"] | None = None,
     *,
@@ -162,6 +164,9 @@ def gated_delta_rule(
         S_t = α_t S_{t−1} + β_t (v_t − α_t S_{t−1} k_t) k_tᵀ,   α_t = exp(log_decay_t)
         y_t = S_t (scale q_t)
 
+    The features of a key may each have a decay, as in Kimi Delta Attention (Kimi Team 2025, arXiv
+    2510.26692). Then S_{t−1} diag(α_t) takes the place of α_t S_{t−1}.
+
     Without a `beta`, nothing is corrected: S_t = α_t S_{t−1} + v_t k_tᵀ. This is the state space of
     Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), where q, k and v are its C, B and Δ x.
 
@@ -171,20 +176,22 @@ def gated_delta_rule(
         q: the queries.
         k: the keys.
         v: the values.
-        log_decay: the logarithm of the decay of each head: at most 0, and −∞ to forget everything.
+        log_decay: the logarithm of the decay of each head, or of each feature of its keys, (batch,
+            time, heads, key): at most 0, and −∞ to forget everything.
         beta: the rate at which each head learns: 1 replaces the value of a key of length 1. None:
             each step adds its value.
         state: S before the first step. None: zero.
         scale: a factor of the queries, key^−1/2 in most models.
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
         method: the form that runs. "definition" is a plain `lax.scan`. "sequential" is a loop for
-            CPUs. "chunked" computes 64 steps at a time, or 32 without a `beta`, by matrix products
-            (Yang et al. 2024, arXiv 2406.06484). "auto" chooses the form that is likely to be the
-            fastest for the call, on the platform that runs the program. `ops.forms_of` shows the
-            choice. All forms compute in at least float32, with the highest precision on a TPU. For
-            the backward pass, the loops store √time states, or all of them if they take at most
-            4 MiB, and "chunked" stores one a chunk. If "chunked" runs and there is no `reset`, a
-            NaN also reaches the outputs of up to 63 steps before it.
+            CPUs. "chunked" computes 64 steps at a time by matrix products (Yang et al. 2024, arXiv
+            2406.06484), or 32 without a `beta` or with a decay for each feature. "auto" chooses the
+            form that is likely to be the fastest for the call, on the platform that runs the
+            program. `ops.forms_of` shows the choice. All forms compute in at least float32, with
+            the highest precision on a TPU. For the backward pass, the loops store √time states, or
+            all of them if they take at most 4 MiB, and "chunked" stores one a chunk. If "chunked"
+            runs and there is no `reset`, a NaN also reaches the outputs of up to 63 steps before
+            it.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             to find how they change any state, and once from the state after the devices before it.
@@ -194,7 +201,8 @@ def gated_delta_rule(
 
     Raises:
         NotImplementedError: `lengths` are given with a `time_axis`, or the form that `method` names
-            does not support the call. "chunked" takes no symbolic number of steps.
+            does not support the call. "chunked" takes no symbolic number of steps, and a decay for
+            each feature only with a `beta`.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, heads is no multiple of key_heads, a length lies outside 0 …
             time, or there is no such method.
@@ -208,13 +216,16 @@ def gated_delta_rule(
         raise ValueError(
             f"v: expected heads to be a multiple of key_heads = {k.shape[2]}, got {heads}"
         )
+    if log_decay.shape[3:] not in ((), k.shape[3:]):
+        raise wrong_shape("log_decay", (*v.shape[:3], k.shape[3]), log_decay.shape)
     arrays = [x for x in (q, k, v, log_decay, beta, state) if x is not None]
     dtype = common_carry_dtype(*arrays)
     if state is None:
         state = jnp.zeros((batch, heads, values, k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
-    log_w, beta = jax.tree.map(lambda x: x[..., None].astype(dtype), (log_decay, beta))
+    log_w = log_decay.astype(dtype).reshape(*v.shape[:3], -1)
+    beta = None if beta is None else beta[..., None].astype(dtype)
     steps = GatedSteps(q, k, v, log_w, beta)
     call = GatedDeltaRule(steps, state.astype(dtype), normalize, scale)
     return run_rows(GATED_DELTA_RULE, method, call, rows)

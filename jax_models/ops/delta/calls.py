@@ -72,7 +72,8 @@ class GatedSteps(NamedTuple):
     q: Float[Array, "batch time key_heads key"]
     k: Float[Array, "batch time key_heads key"]
     v: Float[Array, "batch time heads value"]
-    log_w: Float[Array, "batch time heads 1"]
+    log_w: Float[Array, "batch time heads 1"] | Float[Array, "batch time heads key"]
+    """One for each head, or for each feature of its keys."""
     beta: Float[Array, "batch time heads 1"] | None
     """None: what the state holds under a key is not corrected."""
 
@@ -93,6 +94,11 @@ class GatedDeltaRule:
     reset: Bool[Array, "batch time"] | None = None
 
     min_log_w = LOWEST_LOG_DECAY
+
+    @property
+    def decays_by_feature(self) -> bool:
+        """Whether each feature of a key has a decay of its own."""
+        return self.steps.log_w.shape[-1] > 1
 
     def without_reset(self) -> "GatedDeltaRule":
         """Returns a call whose steps forget the state before each reset by themselves."""

@@ -38,14 +38,14 @@ def delta_rule(call: DeltaRule) -> Results:
 
 
 def gated_delta_rule(call: GatedDeltaRule) -> Results:
-    """Computes `S_t = α_t S_{t−1} + u_t k_tᵀ` and `y_t = S_t q_t`.
+    """Computes `S_t = S_{t−1} diag(α_t) + u_t k_tᵀ` and `y_t = S_t q_t`.
 
-    u_t = β_t (v_t − α_t S_{t−1} k_t), or v_t if there is no β.
+    u_t = β_t (v_t − S_{t−1} diag(α_t) k_t), or v_t if there is no β.
     """
 
     def step(S, now):
         (q, k, v, alpha, beta), restart = now
-        S = _restarted(S, restart) * alpha[..., None]
+        S = _restarted(S, restart) * alpha[..., None, :]
         u = v if beta is None else beta * (v - _read(S, k))
         S += _outer(u, k)
         return S, _read(S, q)

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum, product
-from jax_models.ops.delta.calls import GatedDeltaRule, Results
+from jax_models.ops.delta import by_feature, chunked
+from jax_models.ops.delta.calls import GatedDeltaRule, Results, by_head
 from jax_models.ops.delta.decays import Decays
 from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
 from jax_models.ops.delta.uncorrected import Chunk, run_chunk
@@ -22,6 +23,8 @@ UNCORRECTED_CHUNK = 32
 """The same without a correction. On a CPU, 64 steps took 1.3 to 1.4 times as long on 28 November
 2026, when the gradient was JAX's.
 """
+BY_FEATURE_CHUNK = 32
+"""The same if the features of a key decay separately."""
 SHORTEST = 16
 """The chunk of a short sequence has a power of two of steps, at least this many."""
 
@@ -30,6 +33,13 @@ FEW_STEPS = 8
 """With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
 CACHE = 2**19
 """A size in bytes. A CPU reads and writes a larger state slowly in each step."""
+
+
+def refusal(call: GatedDeltaRule) -> str | None:
+    """Returns why chunks do not support the call, or None if they do."""
+    if call.steps.beta is None and call.decays_by_feature:
+        return "it takes a decay for each feature of a key only with a beta; see ops.delta_rule"
+    return chunked.refusal(call)
 
 
 def pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
@@ -112,6 +122,11 @@ def _gradients(residuals, gradients):
 
 def _chunk(call: GatedDeltaRule) -> tuple[Array, Array]:
     """Computes a chunk by matrix products, and returns the state after it and its outputs."""
+    if call.decays_by_feature:
+        steps = by_head(call.prepared(call.steps))
+        steps = (jnp.moveaxis(x, 1, 2) for x in steps if x is not None)
+        after, y = by_feature.run_chunk(by_feature.Chunk(*steps, state=call.state))
+        return after, jnp.moveaxis(y, 1, 2)
     q, k, v, log_w, beta = call.prepared(call.steps)
     batch, steps, key_heads, _ = k.shape
     by_key_head = batch, steps, key_heads, -1
@@ -189,6 +204,8 @@ def _indices(call: GatedDeltaRule) -> Array:
 def _size(call: GatedDeltaRule) -> int:
     """Returns the number of steps of a chunk."""
     longest = UNCORRECTED_CHUNK if call.steps.beta is None else CHUNK
+    if call.decays_by_feature:
+        longest = BY_FEATURE_CHUNK
     return min(longest, max(SHORTEST, 1 << (call.steps.k.shape[1] - 1).bit_length()))
 
 

@@ -35,13 +35,13 @@ def gated_pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> boo
 
 
 def run_gated(call: GatedDeltaRule) -> Results:
-    """Runs the gated delta rule as a delta rule whose keys decay alike."""
+    """Runs the gated delta rule as a delta rule, which reads the decayed state to correct it."""
     q, k, v, log_w, beta = by_head(call.prepared(call.without_reset().steps))
     log_w = jnp.broadcast_to(log_w, k.shape)
     if beta is None:
         return _run(True, Steps(q, log_w, k, v), call.state)
     learned = beta * k
-    return _run(True, Steps(q, log_w, learned, v, k, -jnp.exp(log_w) * learned), call.state)
+    return _run(True, Steps(q, log_w, learned, v, jnp.exp(log_w) * k, -learned), call.state)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

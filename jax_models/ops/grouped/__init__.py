@@ -1,6 +1,6 @@
 """Matrix products of groups of rows, each group with a matrix of its own."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from jaxtyping import Array, Float, Int
 
@@ -52,22 +52,23 @@ def _outer_gradient(method: str, call: OuterProducts, d_kernels):
     return d_x, GROUPED_DOT(Products(call.x, d_kernels, call.groups), method)
 
 
+def _forms(by_ragged: Any, by_blocks: Any, by_definition: Any) -> tuple[Form, ...]:
+    """The forms of an operator, with the function that runs each."""
+    return (
+        Form("ragged", by_ragged, ("cuda", "tpu"), ragged.refusal),
+        Form("blocks", by_blocks, refusal=blocks.refusal),
+        Form("definition", by_definition),
+    )
+
+
 GROUPED_DOT = Operator(
     "grouped_dot",
-    (
-        Form("ragged", ragged.run, ("cuda", "tpu"), ragged.refusal),
-        Form("blocks", blocks.run, refusal=blocks.refusal),
-        Form("definition", definition.run),
-    ),
+    _forms(ragged.run, blocks.run, definition.run),
     derivative=dot_derivative,
 )
 GROUPED_OUTER = Operator(
     "grouped_outer",
-    (
-        Form("ragged", ragged.run_outer, ("cuda", "tpu"), ragged.refusal),
-        Form("blocks", blocks.run_outer, refusal=blocks.refusal),
-        Form("definition", definition.run_outer),
-    ),
+    _forms(ragged.run_outer, blocks.run_outer, definition.run_outer),
     derivative=outer_derivative,
 )
 """The gradient of the matrices: the sum of outer products of each group's rows."""
