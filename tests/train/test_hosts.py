@@ -35,6 +35,7 @@ def start(folder: Path, *config: str) -> list:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-c", TRAIN, "--out", str(folder), *ARGS.split()]
+    command += ["--mesh.fully-sharded"]
     command += ["--hosts.coordinator", address, "--hosts.num-processes", "2", "--hosts.process-id"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = os.environ | {"JAX_PLATFORMS": "cpu"}

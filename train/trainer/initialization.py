@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Sharding
 
@@ -44,7 +45,9 @@ def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) ->
     }
 
     def read(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else values[variable]
+        if isinstance(variable, Literal):
+            return jnp.asarray(variable.val, variable.aval.dtype)  # pyright: ignore
+        return values[variable]
 
     programs: dict[Any, Callable[..., Any]] = {}  # equal layers share them
     for equation in reversed(needed):
@@ -58,7 +61,7 @@ def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) ->
         for operand in {*_variables(equation.invars)}:
             if last_reader[operand] is equation:
                 del values[operand]
-    return [jax.device_put(read(each)) for each in results]  # a literal is not an array yet
+    return [*map(read, results)]
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
