@@ -18,6 +18,7 @@ import pytest
 
 import jax_models
 import twinscan.__main__
+from twinscan.heartbeat import IMPORTING
 
 BLOCKED = """
 import sys
@@ -211,7 +212,7 @@ def test_modules_of_the_users_own_shadow_nothing(command, found, expected, own_m
         [sys.executable, *command.split()], cwd=own_modules, capture_output=True, text=True
     )
     # On a busy machine, the command says that it still imports packages.
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("importing")]
+    errors = [line for line in done.stderr.splitlines() if not line.startswith(IMPORTING)]
     assert (done.returncode, errors) == (0, [])
     assert expected in done.stdout
 
