@@ -33,8 +33,8 @@ class S5(DiagonalStateSpace):
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         Λ = Lambda_re + i Lambda_im,   Δ = step_rescale · e^{log_step}
-        λ = e^{ΛΔ},   γ = (λ − 1) / Λ                              "zoh"
-        λ = (1 + ΛΔ/2) / (1 − ΛΔ/2),   γ = Δ / (1 − ΛΔ/2)          "bilinear"
+        λ = e^{ΛΔ},   γ = (λ − 1) / Λ                              zero-order hold
+        λ = (1 + ΛΔ/2) / (1 − ΛΔ/2),   γ = Δ / (1 − ΛΔ/2)          bilinear
         h_t = λ ⊙ h_{t−1} + γ ⊙ (x_t B)
         y_t = 2 Re(h_t C) + D ⊙ x_t
 

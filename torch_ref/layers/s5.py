@@ -13,8 +13,8 @@ class S5(nn.Module):
     """A diagonal state space that discretizes a linear system in continuous time.
 
         Λ = Lambda_re + i Lambda_im,   Δ = step_rescale · e^{log_step}
-        λ = e^{ΛΔ},   γ = (λ − 1) / Λ                              "zoh"
-        λ = (1 + ΛΔ/2) / (1 − ΛΔ/2),   γ = Δ / (1 − ΛΔ/2)          "bilinear"
+        λ = e^{ΛΔ},   γ = (λ − 1) / Λ                              zero-order hold
+        λ = (1 + ΛΔ/2) / (1 − ΛΔ/2),   γ = Δ / (1 − ΛΔ/2)          bilinear
         h_t = λ ⊙ h_{t−1} + γ ⊙ B x_t
         y_t = 2 Re(C h_t) + D ⊙ x_t
 
