@@ -184,7 +184,7 @@ TASKS = adding, parity, recall
 
 
 def store(layer: str, part: str, measured: dict[str, Any]) -> None:
-    """Stores a row, or results of a row, beside those that are already in the file."""
+    """Adds results to a layer's row of one part, `speed` or `learning`."""
     record = json.loads(FILE.read_text()) if FILE.exists() else {"layers": {}}
     record["versions"] = {name: found for name, found in versions().items() if name != "processor"}
     row = record["layers"].setdefault(layer, {}).setdefault(part, {})

@@ -102,7 +102,7 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 def refuse_unused(name: str, value: Any, *, unless: bool, because: str) -> None:
     """Raises an error if an option is given that has no effect, such as an unused initializer.
 
-    Its value is then neither None nor, for a flag, False.
+    An option counts as given unless it is None or, for a flag, False.
     """
     unused = False if isinstance(value, bool) else None
     if value is not unused and not unless:

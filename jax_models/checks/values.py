@@ -213,12 +213,14 @@ else:
 
 
 Positive = Annotated[float, "positive"]
+NotNegative = Annotated[float, "not negative"]
 Rate = Annotated[float, "in [0, 1)"]
 SCALARS: dict[Any, Callable[[str, Any], Any]] = {
     int: checked_integer,
     float: checked_number,
     bool: checked_bool,
     Positive: checked_positive,
+    NotNegative: checked_not_negative,
     Rate: checked_rate,
     FloatingDtype: checked_dtype,
 }

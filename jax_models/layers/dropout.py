@@ -12,7 +12,7 @@ from jax_models.checks.values import checked_rate
 
 
 class TrainingView(nnx.Module):
-    """The options that `nnx.view` sets in a module that does something else in training."""
+    """A module that behaves differently in training, with the options that `nnx.view` sets."""
 
     deterministic: bool
     batch_axis: str | None = None

@@ -53,7 +53,7 @@ def load_balancing_loss(model: nnx.Module) -> Float[Array, ""]:
     """
     loads, sizes, axes = [], set(), set()
     modules: Any = nnx.iter_modules(model)
-    for _, module in modules:
+    for _, module in modules:  # `Experts` imports this file, so its `load` identifies it
         if isinstance(load := getattr(module, "load", None), ExpertLoad):
             loads.append(load[...])
             sizes.add((module.num_experts, module.experts_per_token))

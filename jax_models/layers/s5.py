@@ -3,6 +3,7 @@
 __all__ = ["S5"]
 
 import math
+from collections.abc import Callable
 from typing import Literal, Unpack
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Complex
+from jaxtyping import Array
 
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides
@@ -18,7 +19,7 @@ from jax_models.layers.linear import lecun_normal
 from jax_models.layers.lru import DiagonalStateSpace
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
-from jax_models.options import Initializer, MatrixOptions
+from jax_models.options import MatrixOptions
 from jax_models.weights import Layouts, Weight, same, squeezed
 from jax_models.weights.rows import namespace
 
@@ -41,33 +42,40 @@ class S5(DiagonalStateSpace):
     x and y are (batch, time, features), and the state is `LRUState(h)`, the real and imaginary
     parts of h, (batch, state_features, 2). B and C are complex matrices, stored as `B_re`, `B_im`,
     `C_re` and `C_im`; all other parameters are real. The eigenvalues Λ of a real system come in
-    conjugate pairs, of which h has one each. The factor 2 stands for the other.
+    conjugate pairs. h has one number for each pair, and the factor 2 accounts for the other. With
+    `bidirectional`, a second state runs backward:
+
+        k_t = λ ⊙ k_{t+1} + γ ⊙ (x_t B)
+        y_t = 2 Re(h_t C + k_t C2) + D ⊙ x_t
+
+    The state is then (batch, 2 state_features, 2): h after the last step, and k after the first.
 
     Args:
         features: size of x_t and y_t.
         state_features: size of h_t. If `conjugate_pairs`, this is half of the authors' state size.
-        num_blocks: the number of HiPPO matrices whose eigenvalues Λ starts with, a divisor of
-            `state_features`.
+        num_blocks: number of blocks, a divisor of `state_features`. All start with the same
+            eigenvalues, those of a HiPPO matrix of the size of a block.
         conjugate_pairs: whether h has one number of each conjugate pair. If False, it has all, and
             y_t = Re(h_t C) + D ⊙ x_t.
-        bidirectional: whether a second state runs from the last step to the first. It has the same
-            λ and B, and a C of its own. The state then has 2 state_features numbers.
+        bidirectional: whether a second state runs from the last step to the first.
         discretization: "zoh" (zero-order hold) or "bilinear".
-        clip_eigenvalues: whether Lambda_re is at most −0.0001, so that the recurrence is stable.
+        clip_eigenvalues: whether to clip Lambda_re to at most −0.0001, so that the recurrence is
+            stable.
         step_rescale: the factor of Δ, such as 2 for signals that are sampled half as often as the
             signals that the layer was trained on.
         step_min: smallest initial Δ.
         step_max: largest initial Δ.
         method: the method of `ops.linear_recurrence`.
         **options: as in `MatrixOptions`. Λ starts with the eigenvalues of the normal part of
-            HiPPO-LegS, e^{log_step} is log-uniform, and D is normal. B and C are drawn for the
-            system before it is diagonalized, B by `lecun_normal` and C from a truncated normal
-            distribution with variance 1 / states. A `kernel_init` draws the parts of the
-            diagonalized B and C. h is computed in at least float32.
+            HiPPO-LegS, e^{log_step} is log-uniform, and D is normal. B and the parts of C are drawn
+            for the real system before it is diagonalized, which has N = 2 state_features states,
+            or state_features without `conjugate_pairs`, from a truncated normal distribution with
+            variance 1 / N. A `kernel_init` draws each part of the diagonalized B and C. h is
+            computed in at least float32.
 
     Raises:
         ValueError: a size or a step is not positive, step_min exceeds step_max, num_blocks does not
-            divide the state, or there is no such discretization or method.
+            divide state_features, or there is no such discretization or method.
 
     Layouts: `s5` (the parameters of the authors' S5SSM, with `C_init` other than
     "complex_normal" if `bidirectional`).
@@ -76,11 +84,6 @@ class S5(DiagonalStateSpace):
     (arXiv 2208.04933); `s5/ssm.py` of lindermanlab/S5.
 
     """
-
-    noncausal_reason = (
-        "a bidirectional layer needs the whole sequence: call the layer itself, "
-        "or build it with bidirectional=False"
-    )
 
     def __init__(
         self,
@@ -108,8 +111,7 @@ class S5(DiagonalStateSpace):
         self.step_rescale = step_rescale
         self.output_scale = 2.0 if conjugate_pairs else 1.0
         rngs, dtype = options["rngs"], self.param_dtype
-        # Each block starts as a HiPPO matrix of its own, of which h has all eigenvalues or one of
-        # each pair.
+        # All blocks start with the same eigenvalues: all of a HiPPO matrix, or one of each pair.
         size = state_features // num_blocks
         frequencies, vectors = hippo_eigenvectors(size * (1 + conjugate_pairs))
         frequencies, vectors = np.tile(frequencies[:size], num_blocks), vectors[:, :size]
@@ -119,46 +121,28 @@ class S5(DiagonalStateSpace):
         log_steps = math.log(step_min), math.log(step_max)
         log_step = jax.random.uniform(rngs.params(), shape, carry_dtype(dtype), *log_steps)
         self.log_step = nnx.Param(log_step.astype(dtype))
-        self.set_matrix("B", (features, state_features), input_matrix_init(vectors), **options)
+        self.set_matrix("B", (features, state_features), input_parts(vectors), **options)
         for name in ("C", "C2")[: 1 + bidirectional]:
-            self.set_matrix(
-                name, (state_features, features), output_matrix_init(vectors), **options
-            )
+            self.set_matrix(name, (state_features, features), output_parts(vectors), **options)
         self.D = nnx.Param(jax.random.normal(rngs.params(), (features,), dtype))
 
-    def set_matrix(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        default: Initializer,
-        **options: Unpack[MatrixOptions],
-    ) -> None:
-        """Makes the real and the imaginary part of a complex matrix."""
-        keys, init = options["rngs"].params, options.get("kernel_init")
-        if init is not None:
-            parts = [init(keys(), shape, self.param_dtype) for _ in range(2)]
-        else:
-            matrix = default(keys(), shape, carry_dtype(self.param_dtype))
-            parts = [part.astype(self.param_dtype) for part in (matrix.real, matrix.imag)]
-        for part, value in zip(("re", "im"), parts, strict=True):
-            setattr(self, f"{name}_{part}", nnx.Param(value))
-
-    def recurrence(self):
+    def recurrence(self, dtype):
         """Discretizes: λ and γ."""
-        wide = carry_dtype(self.param_dtype)
         real, imaginary, log_step = (
-            p[...].astype(wide) for p in (self.Lambda_re, self.Lambda_im, self.log_step)
+            p[...].astype(dtype) for p in (self.Lambda_re, self.Lambda_im, self.log_step)
         )
         if self.clip_eigenvalues:
             real = jnp.minimum(real, LARGEST_REAL_PART)
         step = self.step_rescale * jnp.exp(log_step)
         turn = lax.complex(real * step, imaginary * step)
+        step = step.astype(turn.dtype)
         if self.discretization == "zoh":
             # (e^z − 1) / z, and 1 + z/2 at z = 0.
             is_zero = turn == 0
             ratio = jnp.expm1(turn) / jnp.where(is_zero, 1, turn)
-            return jnp.exp(turn), step.astype(turn.dtype) * jnp.where(is_zero, 1 + turn / 2, ratio)
-        return (1 + turn / 2) / (1 - turn / 2), step.astype(turn.dtype) / (1 - turn / 2)
+            return jnp.exp(turn), step * jnp.where(is_zero, 1 + turn / 2, ratio)
+        denominator = 1 - turn / 2
+        return (1 + turn / 2) / denominator, step / denominator
 
     mesh_axes = last_axis(
         "state", "B_re", "B_im", "Lambda_re", "Lambda_im", "log_step"
@@ -198,27 +182,29 @@ def hippo_eigenvectors(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.linalg.eigh(-1j * (skew - skew.T))
 
 
-def input_matrix_init(vectors: np.ndarray) -> Initializer:
+def input_parts(vectors: np.ndarray) -> Callable[..., tuple[Array, Array]]:
     """Draws B of the system before it is diagonalized, and multiplies it by V⁻¹."""
 
-    def init(key, shape, dtype) -> Complex[Array, "features state"]:
+    def draw(key, shape, dtype):
         features, num_blocks = shape[0], shape[1] // vectors.shape[1]
         B = lecun_normal(key, (num_blocks * len(vectors), features), dtype)
         B = lax.complex(B, jnp.zeros_like(B)).reshape(num_blocks, len(vectors), features)
         inverse = jnp.asarray(vectors.conj(), B.dtype)
-        return jnp.einsum("bsf,sn->fbn", B, inverse).reshape(shape)
+        B = jnp.einsum("bsf,sn->fbn", B, inverse).reshape(shape)
+        return B.real, B.imag
 
-    return init
+    return draw
 
 
-def output_matrix_init(vectors: np.ndarray) -> Initializer:
+def output_parts(vectors: np.ndarray) -> Callable[..., tuple[Array, Array]]:
     """Draws C of the system before it is diagonalized, and multiplies it by V."""
 
-    def init(key, shape, dtype) -> Complex[Array, "state features"]:
+    def draw(key, shape, dtype):
         features, num_blocks = shape[1], shape[0] // vectors.shape[1]
         C = lecun_normal(key, (num_blocks * len(vectors), 2 * features), dtype)
         C = C.reshape(num_blocks, len(vectors), 2, features)
         C = lax.complex(C[:, :, 0], C[:, :, 1])
-        return jnp.einsum("bsf,sn->bnf", C, jnp.asarray(vectors, C.dtype)).reshape(shape)
+        C = jnp.einsum("bsf,sn->bnf", C, jnp.asarray(vectors, C.dtype)).reshape(shape)
+        return C.real, C.imag
 
-    return init
+    return draw

@@ -5,18 +5,18 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 `architectures` finds all config classes, including those of other packages.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from jax_models.checks.arguments import Scope
+from jax_models.checks.removed import refusing
 from jax_models.checks.values import SCALARS
 from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
@@ -91,11 +91,15 @@ class Layout(NamedTuple):
 
 
 class MissingWeightError(ValueError):
-    """The checkpoint lacks a weight with this key, from which a field of the config is read."""
+    """The checkpoint lacks weights with these keys, from which fields of the config are read."""
 
 
 class UndeterminedFieldError(ValueError):
     """The user has not passed the field with this name, which no shape determines."""
+
+
+PLACEHOLDER = 1
+"""The size of a weight that is missing. Reading goes on, so that the error names all of them."""
 
 
 class Checkpoint:
@@ -125,24 +129,19 @@ class Checkpoint:
         self.layout, self.options = layout, options
         self.found = {layout.embedding, layout.head} & self.weights.keys()
         """The keys that were looked up and exist."""
+        self.missing: list[str] = []
+        """The keys that were looked up, must exist, and do not."""
+        self.undetermined: list[str] = []
+        """The names of the fields that the user must pass."""
 
     @functools.cached_property
     def numbers(self) -> list[str]:
-        """The numbers of the blocks, which follow the prefix of the blocks in the keys.
-
-        Raises:
-            ValueError: they are not 0, 1, 2, ….
-
-        """
+        """The numbers of the blocks, which follow the prefix of the blocks in the keys."""
         prefix = f"{self.layout.blocks}."
         found = {
             key.removeprefix(prefix).split(".")[0] for key in self.weights if key.startswith(prefix)
         }
-        numbers = sorted(found, key=lambda number: (len(number), number))
-        if numbers != [str(i) for i in range(len(numbers))]:
-            names = ", ".join(joined(prefix + number for number in numbers))
-            raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {names}")
-        return numbers
+        return sorted(found, key=lambda number: (len(number), number))
 
     @property
     def features(self) -> int:
@@ -151,7 +150,9 @@ class Checkpoint:
 
     @property
     def tied_head(self) -> bool:
-        """Whether the head equals the embedding, or there is no head."""
+        """Whether the head equals the embedding, or there is no head, unless the user says so."""
+        if "tied_head" in self.options:
+            return self.options["tied_head"]
         keys = (self.layout.head or self.layout.embedding, self.layout.embedding)
         head, embedding = (self.weights.get(key) for key in keys)
         if head is None or embedding is None:
@@ -167,7 +168,8 @@ class Checkpoint:
             rank: the number of axes that the weight must have. None: any number.
 
         """
-        name = self._key(key)
+        if (name := self._required(key)) is None:
+            return PLACEHOLDER
         shape = tuple(getattr(self.weights[name], "shape", ()))
         if not -len(shape) <= axis < len(shape) or rank not in (None, len(shape)) or 0 in shape:
             expected = f"{rank} axes" if rank is not None else f"an axis {axis}"
@@ -179,7 +181,8 @@ class Checkpoint:
 
     def value(self, key: str) -> Any:
         """The value of a weight without axes, which the checkpoint must have."""
-        name = self._key(key)
+        if (name := self._required(key)) is None:
+            return PLACEHOLDER
         if shape := tuple(getattr(self.weights[name], "shape", ())):
             raise ValueError(
                 f"state_dict: {name}: expected a scalar, got shape {shape}; to read the size of an "
@@ -208,12 +211,13 @@ class Checkpoint:
 
         """
         if (value := self.options.get(name, default)) is ...:
-            raise UndeterminedFieldError(name)
+            self.undetermined.append(name)
+            return PLACEHOLDER
         return value
 
-    def _key(self, key: str) -> str:
+    def _required(self, key: str) -> str | None:
         if (found := self._find(key)) is None:
-            raise MissingWeightError(self._in_block("0", key))
+            self.missing.append(self._in_block("*", key))
         return found
 
     def _find(self, key: str) -> str | None:
@@ -227,32 +231,56 @@ class Checkpoint:
     def _in_block(self, number: str, key: str) -> str:
         return f"{self.layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
 
-    def fields(self) -> dict[str, Any]:
-        """Reads the fields of the config, without the options that the user has passed."""
-        sizes = self.layout.sizes
+    def fields(self) -> Fields:
+        """The fields of the config. Those that the user has passed may have any value.
+
+        Raises:
+            MissingWeightError: the checkpoint lacks weights.
+            UndeterminedFieldError: the user must pass a field.
+            ValueError: a weight has the wrong shape, or the blocks are not numbered 0, 1, 2, ….
+
+        """
+        if isinstance(self._contents, Exception):
+            raise self._contents
+        return self._contents
+
+    @functools.cached_property
+    def _contents(self) -> Fields | Exception:
+        """The fields, or the error that explains why they cannot be read."""
+        try:
+            fields = self._read()
+        except Exception as error:  # `sizes` also runs for checkpoints of other models
+            fields = error
+        # A weight that is missing causes other errors, so it comes first.
+        if self.missing:
+            return MissingWeightError(" and no ".join(dict.fromkeys(self.missing)))
+        if self.undetermined:
+            return UndeterminedFieldError(self.undetermined[0])
+        return fields
+
+    def _read(self) -> Fields:
+        sizes, prefix = self.layout.sizes, f"{self.layout.blocks}."
         found = {
             "vocab_size": self.size(self.layout.embedding, 0, rank=2),
             "features": self.features,
             **({} if sizes is None else sizes(self)),
         }
-        return found if "num_layers" in found else {**found, "num_layers": len(self.numbers)}
+        if "num_layers" in found:
+            return found
+        if self.numbers != [str(i) for i in range(len(self.numbers))]:
+            names = ", ".join(joined(prefix + number for number in self.numbers))
+            raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {names}")
+        return {**found, "num_layers": len(self.numbers)}
 
     def score(self) -> int:
         """The number of keys that reading the fields looks up and finds."""
-        with contextlib.suppress(ValueError):
-            self.fields()
+        _ = self._contents
         return len(self.found)
 
     def is_complete(self) -> bool:
-        """Whether the checkpoint has blocks and each weight that it needs."""
-        try:
-            self.fields()
-        except MissingWeightError:
-            return False
-        except ValueError:  # of this model, but with an error that reading it will report
-            pass
-        starts = f"{self.layout.blocks}."
-        return self.layout.norm in self.weights and any(k.startswith(starts) for k in self.weights)
+        """Whether the checkpoint has blocks, a last norm and each weight that it needs."""
+        lacks_weights = isinstance(self._contents, MissingWeightError)
+        return self.layout.norm in self.weights and bool(self.numbers) and not lacks_weights
 
 
 def check_layout(name: str, layout: Any) -> None:
@@ -415,3 +443,13 @@ def architectures(kind: type[Config] = ModelConfig) -> list[type[Config]]:
     Other packages register the modules of their models in the entry point group `twinscan.models`.
     """
     return [config for config in _all_architectures() if issubclass(config, kind)]
+
+
+_REMOVED = {
+    name: "`sizes` of a `Layout` is now a function of a `Checkpoint`"
+    for name in ("Size", "UNDETERMINED", "has", "tied_head")
+}
+"""What to do instead of importing names that this module had."""
+
+if not TYPE_CHECKING:
+    __getattr__ = refusing(__name__, _REMOVED)

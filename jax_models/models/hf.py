@@ -174,7 +174,8 @@ class HFConfig(BlocksConfig):
             ValueError: it is not an integer, which transformers expects.
 
         """
-        factor, rest = divmod(inner := math.prod(getattr(self, n) for n in names), self.features)
+        inner = math.prod(getattr(self, name) for name in names)
+        factor, rest = divmod(inner, self.features)
         if rest:
             expected = f"{' · '.join(names)} to be " if names[1:] else ""
             raise ValueError(

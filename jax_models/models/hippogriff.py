@@ -19,7 +19,8 @@ TIME = "backbone.0.time."
 
 
 def _sizes(checkpoint: Checkpoint) -> Fields:
-    hawk, mlp = checkpoint.first("*.time.forget_base", "*.hawk.forget_base"), "shrink.weight"
+    hawk = checkpoint.first("*.time.forget_base", "*.hawk.forget_base")
+    mlp = checkpoint.first("*.gmlp.shrink.weight", "*.hawk_gmlp.shrink.weight")
     conv = checkpoint.first("*.hawk.conv.weight", "*.time.conv.weight")
     num_heads, num_kv_heads = None, checkpoint.given("num_kv_heads", 1)
     if checkpoint.has("*.smqa.kv.weight"):  # a matrix for both keys and values
@@ -28,7 +29,7 @@ def _sizes(checkpoint: Checkpoint) -> Fields:
     return {
         "version": "0.0.3" if checkpoint.has("*.time.forget_base") else "0.0.2",
         "hidden_features": checkpoint.size(hawk, 0, rank=1),
-        "mlp_features": checkpoint.size(checkpoint.first(f"*.gmlp.{mlp}", f"*.hawk_gmlp.{mlp}"), 1),
+        "mlp_features": checkpoint.size(mlp, 1),
         "num_kv_heads": num_kv_heads,
         "num_heads": num_heads,
         "window": checkpoint.given("window", 513),

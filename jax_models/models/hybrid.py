@@ -5,12 +5,12 @@ __all__: list[str] = []  # only the modules of the models import it
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, Unpack
+from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_models.checks.values import Positive, checked_not_negative
+from jax_models.checks.values import NotNegative, Positive
 from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
@@ -23,7 +23,7 @@ from jax_models.models.architecture import Checkpoint, Fields, Layout
 from jax_models.models.hf import PatternConfig, shortest_pattern
 from jax_models.models.language_model import LanguageModel
 from jax_models.ops import Rows
-from jax_models.options import Index, LayerOptions, NormOptions, norm_options, refuse_unused
+from jax_models.options import Index, LayerOptions, NormOptions, norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
@@ -213,14 +213,14 @@ class BalancedExpertsConfig(ExpertsConfig):
 
     balance_experts: bool = False
     """Whether training adds the loss that balances the load of the experts, `model.losses`."""
-    balance_coefficient: Annotated[float, checked_not_negative] = 0.001
+    balance_coefficient: NotNegative = 0.001
     """The factor of this loss."""
 
     def __post_init__(self):
         """Checks each field, and that there are experts to balance."""
         super().__post_init__()
-        balance, because = self.balance_experts or None, "in a model without experts"
-        refuse_unused("balance_experts", balance, unless=self.any_experts, because=because)
+        if self.balance_experts and not self.any_experts:
+            raise ValueError("balance_experts: expected False in a model without experts, got True")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -409,8 +409,9 @@ def attention_sizes(
 ) -> Fields:
     """Reads the heads of the attention, which has this name in the keys of a block.
 
-    `norm` is the name of its norm of each head of the queries. Without it, no shape determines
-    `num_heads`. The projection of the queries has `parts` parts of the same size.
+    `norm` is the name of the norm of the query heads, whose size is `head_features`. If it is None,
+    the user must pass `num_heads`. `parts` is the number of equal parts of the queries' matrix,
+    which are two with an output gate.
     """
     num_heads = None if norm else checkpoint.given("num_heads")
     queries, keys = (f"*.{mixer}.{name}_proj.weight" for name in "qk")
@@ -420,6 +421,10 @@ def attention_sizes(
     if num_heads is None:
         head_features = checkpoint.size(f"*.{mixer}.{norm}.weight", 0, rank=1)
     else:
+        if size % num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of the {size} rows of {queries}, got {num_heads}"
+            )
         head_features = size // num_heads
     return {
         "num_heads": size // head_features,

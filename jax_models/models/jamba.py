@@ -66,7 +66,9 @@ def period_and_offset(numbers: Sequence[int], count: int) -> tuple[int, int]:
 
 def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
     # The experts are as wide as the MLPs.
-    down = checkpoint.first("*.feed_forward.down_proj.weight", f"*.{experts.down.format(0)}")
+    down = "*.feed_forward.down_proj.weight"
+    if not checkpoint.has(down) and checkpoint.has(f"*.{ROUTER}"):
+        down = f"*.{experts.down.format(0)}"
     fields = {
         "mlp_features": checkpoint.size(down, -1),
         **experts_sizes(checkpoint, experts),

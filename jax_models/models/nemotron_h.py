@@ -55,12 +55,13 @@ OTHER_MIXERS = (".mixer.q_proj.", ".mixer.up_proj.", ".mixer.experts.")
 
 def _block_types(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The pattern of the kinds of blocks, from the keys of each block."""
-    kinds = [ONLY_MLP] * len(checkpoint.numbers)
-    for kind, key in KEY_OF_KIND.items():
-        kinds = [
-            kind if there else k for k, there in zip(kinds, checkpoint.in_blocks(key), strict=True)
+    found = {kind: checkpoint.in_blocks(key) for kind, key in KEY_OF_KIND.items()}
+    return shortest_pattern(
+        [
+            next((kind for kind, blocks in found.items() if blocks[i]), ONLY_MLP)
+            for i in range(len(checkpoint.numbers))
         ]
-    return shortest_pattern(kinds)
+    )
 
 
 def _sizes(up: str, expert_axis: int, checkpoint: Checkpoint) -> Fields:
@@ -73,7 +74,7 @@ def _sizes(up: str, expert_axis: int, checkpoint: Checkpoint) -> Fields:
         "block_types": _block_types(checkpoint),
         "mlp_bias": False,
     }
-    # The MLPs or the shared experts have biases, and a model may have only one of the two.
+    # `mlp_bias` is one option for MLPs and shared experts, and a model may lack either.
     for name, part in (("mlp_features", ""), ("shared_features", "shared_experts.")):
         if checkpoint.has(f"*.mixer.{part}up_proj.weight"):
             fields[name] = checkpoint.size(f"*.mixer.{part}up_proj.weight", 0, rank=2)

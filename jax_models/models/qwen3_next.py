@@ -30,8 +30,7 @@ from jax_models.options import Index, NormOptions
 
 def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
     fields = {**mixer_sizes(checkpoint), **experts_sizes(checkpoint, experts)}
-    mlps = {"mlp_features": "mlp", "shared_features": experts.shared}
-    for name, mlp in mlps.items():
+    for name, mlp in (("mlp_features", "mlp"), ("shared_features", experts.shared)):
         if checkpoint.has(key := f"*.{mlp}.gate_proj.weight"):
             fields[name] = checkpoint.size(key, 0)
     if fields["num_experts"]:

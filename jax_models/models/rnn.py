@@ -31,16 +31,16 @@ SHAKESPEARE = {
 
 
 def _sizes(checkpoint: Checkpoint) -> Fields:
-    hidden_features, positions = (
-        checkpoint.size("layer_norm.weight", 0, rank=1),
-        "pos_embedding.weight",
-    )
+    hidden_features = checkpoint.size("layer_norm.weight", 0, rank=1)
+    positions = "pos_embedding.weight"
     cell = "rnn"
     if checkpoint.has("rnn.weight_hh_l0"):  # torch.nn, whose cells differ in the number of gates
         num_gates = checkpoint.size("rnn.weight_hh_l0", 0) // hidden_features
         cell = {1: "rnn", 3: "gru", 4: "lstm"}.get(num_gates)
-    for name, gate in (("min_gru", "z"), ("min_lstm", "f")):
-        cell = name if checkpoint.has(f"rnn.layers.0.linear_{gate}.weight") else cell
+    if checkpoint.has("rnn.layers.0.linear_z.weight"):
+        cell = "min_gru"
+    if checkpoint.has("rnn.layers.0.linear_f.weight"):
+        cell = "min_lstm"
     # Count the layers of torch.nn or of a minimal recurrence. Others have a single layer.
     layers = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
     return {

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_models.checks.arguments import Combined, Default
-from jax_models.ops.time_axis import states_between
+from jax_models.ops.time_axis import from_device_after, states_between
 
 Sequences = TypeVar("Sequences", bound=Array | None)
 
@@ -70,7 +70,12 @@ class Rows:
 
     def restarts(self, *, reverse: bool = False) -> Bool[Array, "batch time"] | None:
         """The steps before which a scan restarts. With `reverse`, the last of each document."""
-        return document_ends(self.reset) if reverse and self.reset is not None else self.reset
+        if not reverse or self.reset is None:
+            return self.reset
+        following = jnp.zeros_like(self.reset[:, :1])
+        if self.time_axis is not None:  # the next document may begin on the next device
+            following = from_device_after(self.reset[:, :1], following, self.time_axis)
+        return jnp.concatenate([self.reset[:, 1:], following], axis=1)
 
     def reversed(self) -> "Rows":
         """The rows of sequences that `reverse_time` has reversed."""

@@ -45,3 +45,10 @@ def from_device_before(x: Array, first: Array, time_axis: str) -> Array:
     size = lax.axis_size(time_axis)
     x = lax.ppermute(x, time_axis, [(i, i + 1) for i in range(size - 1)])
     return jnp.where(lax.axis_index(time_axis) == 0, first, x)
+
+
+def from_device_after(x: Array, last: Array, time_axis: str) -> Array:
+    """Returns the x of the device after this one, or `last` on the last device."""
+    size = lax.axis_size(time_axis)
+    x = lax.ppermute(x, time_axis, [(i + 1, i) for i in range(size - 1)])
+    return jnp.where(lax.axis_index(time_axis) == size - 1, last, x)

@@ -25,7 +25,7 @@ class StoredArray:
     read: Callable[[slice | EllipsisType], np.ndarray]
     """Reads a part of the first axis, or with `...` everything."""
     reads_parts: bool = True
-    """Whether a part is read without the rest. If not, read everything once, and then slice it."""
+    """Whether a part can be read without the rest. If not, callers read everything and slice it."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the values, each time anew."""

@@ -292,8 +292,8 @@ def _put_row(
 ) -> dict[str, jax.Array]:
     """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
-    Besides the result, at most one copy of the arrays is in memory. Of stacks, it is a copy of the
-    part that one device holds, if the file can be read in parts.
+    Besides the result, at most one copy of the arrays is in memory. If the file can be read in
+    parts, the copy of a stack has only the part of one device.
 
     Raises:
         ValueError: an array cannot be read, or does not fit its parameter.

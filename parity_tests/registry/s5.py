@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation("zero-order hold for bilinear", BILINEAR, "forward", edited(other_discretization)),
     Mutation("eigenvalues not clipped", BILINEAR, "forward", edited(keep_eigenvalues)),
     Mutation("steps not rescaled", BILINEAR, "forward", edited(keep_step)),
-    Mutation("no direction backward", BOTH, "forward", replaced(OPERATOR, one_direction)),
+    Mutation("both directions forward", BOTH, "forward", replaced(OPERATOR, one_direction)),
     *mask_ignored("S5", OPERATOR),
 ]
 

@@ -29,7 +29,7 @@ def in_float64():
     torch.set_default_dtype(before)
 
 
-def randomise(module: torch.nn.Module) -> None:
+def randomize(module: torch.nn.Module) -> None:
     """Draws all parameters in double precision."""
     rng = np.random.default_rng(2)
     for parameter in module.parameters():
@@ -42,7 +42,7 @@ def randomise(module: torch.nn.Module) -> None:
 def original_lru() -> tuple[torch.nn.Module, Any]:
     """The LRU of LRU_pytorch, whose D is a matrix, and its parameters under our keys."""
     module = pytest.importorskip("LRU_pytorch").LRU(FEATURES, FEATURES, STATES)
-    randomise(module)
+    randomize(module)
     module.D.data = torch.diag(module.D.data.diagonal())
 
     def named(value):
@@ -62,6 +62,7 @@ def original_lru() -> tuple[torch.nn.Module, Any]:
 def original_s5(monkeypatch, discretization: str, bidirectional: bool) -> tuple[Any, Any]:
     """The S5SSM of s5-pytorch, which has all eigenvalues, and its parameters under our keys."""
     package = pytest.importorskip("s5.s5_model")
+    # The function of the package makes single-precision numbers.
     monkeypatch.setattr(
         package, "as_complex", lambda t, dtype=None: torch.view_as_complex(t.contiguous())
     )
@@ -75,7 +76,7 @@ def original_s5(monkeypatch, discretization: str, bidirectional: bool) -> tuple[
         bcInit="complex_normal",
         bidir=bidirectional,
     )
-    randomise(module)
+    randomize(module)
 
     def named(value):
         Lambda, C = value(module.Lambda), torch.view_as_real(value(module.C))

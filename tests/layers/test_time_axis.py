@@ -25,6 +25,12 @@ def wide_attention() -> SequenceLayer:
     return jax_models.LocalAttention(8, 2, window=9, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
 
 
+def both_directions() -> SequenceLayer:
+    """A layer that also runs from the last step to the first."""
+    case = CASES["S5, both directions"]
+    return case.build_layer(case.build_twin())
+
+
 PARTS = {"CausalConv1D", "GriffinRecurrence", "Hawk", "HippogriffHawk", "HyenaDNAMixer"}
 PARTS |= {"StripedHyenaMixer", "RWKVTimeMix", "RWKV6TimeMix", "RWKV7TimeMix"}
 PARTS |= {"RWKVChannelMix", "RWKV6ChannelMix", "RWKV7ChannelMix"}
@@ -45,7 +51,7 @@ LAYERS = {
     name: lambda case=case: case.build_layer(case.build_twin())
     for name, case in divisible_cases().items()
     if name not in PARTS
-} | {"LocalAttention, wide": wide_attention}
+} | {"LocalAttention, wide": wide_attention, "S5, both directions": both_directions}
 
 
 def run_of(layer: SequenceLayer, of_device):
@@ -84,6 +90,8 @@ def check_divided(name: str) -> None:
     start = jax.tree.map(begun, layer.init_state(3))
     given = None if layer.start(3) is None else start
     resets = rng.random((3, time)) < [[0], [0.15], [0.15]] if layer.resettable else None
+    if resets is not None:
+        resets[1, time // devices] = True  # the first step of a device
     mesh = jax.make_mesh((devices,), ("time",), axis_types=(AxisType.Auto,))
     of_time = P(None, "time")
     in_specs, out_specs = (P(), of_time, of_time, P()), (of_time, P("time"), of_time, P())

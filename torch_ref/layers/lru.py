@@ -19,7 +19,7 @@ def as_complex(real: Tensor, imaginary: Tensor) -> Tensor:
 class LRU(nn.Module):
     """A diagonal state space with complex decays.
 
-        λ = e^{−e^ν + i e^θ},   γ = e^{gamma_log}
+        λ = e^{−ν + iθ},   ν = e^{nu_log},   θ = e^{theta_log},   γ = e^{gamma_log}
         h_t = λ ⊙ h_{t−1} + γ ⊙ B x_t
         y_t = Re(C h_t) + D ⊙ x_t
 

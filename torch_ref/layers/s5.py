@@ -49,7 +49,7 @@ class S5(nn.Module):
         log_min, log_max = torch.tensor([step_min, step_max]).log()
         self.log_step = nn.Parameter(log_min + (log_max - log_min) * torch.rand(state_features, 1))
         # B and C belong to the system before it is diagonalized by the eigenvectors V of each
-        # block: V⁻¹ B and C V are trained.
+        # block: V⁻¹ B and C V are trained. The layer truncates these normal distributions.
         states = num_blocks * len(vectors)
         V = torch.block_diag(*[vectors] * num_blocks)
         B = torch.randn(states, features) / states**0.5

@@ -52,7 +52,7 @@ def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
             broken = broken_packages(ENTRY_POINTS)
             hint = f"; if the model of the checkpoint has other sizes, give {OPTIONS}"
             raise ValueError(f"{error}{broken}{hint}") from None
-    check_params(params, trainer, path)  # an RGLRU may have got another parameter
+    check_params(params, trainer, path)  # loading may replace `a_param` of an RGLRU by `a`
     return params
 
 

@@ -327,9 +327,9 @@ def with_short_warmup(config: TrainConfig) -> TrainConfig:
 
 
 def build_trainer_of_plan(plan: Plan) -> tuple[Trainer, TrainState | None]:
-    """Builds the trainer of a plan, and its first state if that begins with the weights of --init.
+    """Builds the trainer of a plan, and with --init the state before the first step.
 
-    A run that has checkpoints resumes from them.
+    The state is None without --init, and if the run has checkpoints, from which it resumes.
     """
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)

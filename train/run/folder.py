@@ -339,6 +339,11 @@ def build_trainer(
     def build() -> LanguageModel:
         try:
             return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        except jax.errors.JAXTypeError:
+            raise CommandLineError(
+                "the constructor of the model cannot be traced, because it converts an array to "
+                "NumPy or branches on one: compute with jax.numpy instead"
+            ) from None
         except (TypeError, ValueError) as error:
             raise CommandLineError(with_flag(str(error), "model")) from None
 

@@ -52,7 +52,10 @@ def train(
     config = run.config
     is_new = not run.checkpoints.steps
     with doing("initializing the weights"):
-        state = (initial or trainer.initial_state()) if is_new else run.restore(trainer)
+        if not is_new:
+            state = run.restore(trainer)
+        else:
+            state = trainer.initial_state() if initial is None else initial
     step = int(state.step)
     source = "scratch" if config.init is None else f"the weights of {config.init}"
     start = f"no checkpoint yet: starting from {source}" if is_new else f"resumed at step {step:,}"

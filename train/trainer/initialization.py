@@ -9,13 +9,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.sharding import Sharding
 
 
-def evaluate(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) -> list[Any]:
+def compute_outputs(operations: ClosedJaxpr, outputs: Mapping[int, Sharding | None]) -> list[Any]:
     """Computes the outputs at these indices, each in its sharding. None: on the default device.
 
     The operations run one by one, as they would in Python. If XLA compiled all of them into one
     program, it would round differently, and would need minutes for a deep model. If a sharding
-    divides an output, it also divides each operand of the same shape, so that no device ever holds
-    the whole array.
+    divides an output, it also divides each operand of the same shape, so that most arrays are never
+    whole on one device. Those whose shape changes on the way are, such as the factors of an
+    orthogonal matrix.
     """
     jaxpr = operations.jaxpr
     results = [jaxpr.outvars[index] for index in outputs]

@@ -21,7 +21,7 @@ from train.checks import Seed, Texts
 from train.data.windows import Windows
 from train.trainer.accumulation import accumulate_gradients
 from train.trainer.freeze import trainable
-from train.trainer.initialization import evaluate
+from train.trainer.initialization import compute_outputs
 from train.trainer.mesh import (
     BATCH_AXES,
     DATA,
@@ -126,7 +126,7 @@ class Trainer:
 
         self.initialization, (params, rest) = jax.make_jaxpr(variables, return_shape=True)()
         others = range(len(jax.tree.leaves(params)), len(self.initialization.out_avals))
-        values = evaluate(self.initialization, dict.fromkeys(others))
+        values = compute_outputs(self.initialization, dict.fromkeys(others))
         self.rest = jax.tree.unflatten(jax.tree.structure(rest), values)
         model = nnx.merge(self.graphdef, params, self.rest, copy=True)
         self.names_of_losses = [*nnx.eval_shape(lambda model: model.losses, model)]
@@ -163,7 +163,7 @@ class Trainer:
         return jax.tree.map(_abstract, state, self.shardings(state))
 
     def initial_state(self, params: nnx.State | None = None) -> TrainState:
-        """The state before the first step, with random parameters or the given ones, donated.
+        """The state before the first step. `params` are donated. None: random parameters.
 
         Each array is made in its sharding, so that a large model need not fit on one device.
         """
@@ -171,12 +171,13 @@ class Trainer:
         if params is None:
             leaves, structure = jax.tree.flatten(self.abstract_params)
             shardings = dict(enumerate(leaf.sharding for leaf in leaves))
-            params = jax.tree.unflatten(structure, evaluate(self.initialization, shardings))
+            arrays = compute_outputs(self.initialization, shardings)
+            params = jax.tree.unflatten(structure, arrays)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         return jax.jit(self._state, out_shardings=shardings, donate_argnums=donated)(params)
 
     def _state(self, params: nnx.State) -> TrainState:
-        """A state of copies, because a step donates its state, and no array may be in it twice."""
+        """Copies each array, because a step donates its state. No two may share memory."""
         trained, _ = self.trainable.split(params)
         state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(trained))
         return jax.tree.map(jnp.copy, state)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
-from jax_models.checks.values import wrong_shape
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.delta import chunked, definition, gated_chunked, sequential
 from jax_models.ops.delta.calls import (
@@ -217,7 +216,11 @@ def gated_delta_rule(
             f"v: expected heads to be a multiple of key_heads = {k.shape[2]}, got {heads}"
         )
     if log_decay.shape[3:] not in ((), k.shape[3:]):
-        raise wrong_shape("log_decay", (*v.shape[:3], k.shape[3]), log_decay.shape)
+        by_head = v.shape[:3]
+        raise ValueError(
+            f"log_decay: expected shape {by_head}, a decay for each head, or "
+            f"{(*by_head, k.shape[3])}, one for each feature of its keys, got {log_decay.shape}"
+        )
     arrays = [x for x in (q, k, v, log_decay, beta, state) if x is not None]
     dtype = common_carry_dtype(*arrays)
     if state is None:

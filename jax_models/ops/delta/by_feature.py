@@ -34,8 +34,8 @@ class Blocks(NamedTuple):
     """Pairs of neighboring blocks of the same size."""
 
     decays: Float[Array, "batch heads step key"]
-    """From the start of its block to a step in a second block, and from a step in a first block to
-    the end of its block.
+    """For a step in a second block, the decay from the start of its block. For a step in a first
+    block, the decay to the end of its block.
     """
     readers: Float[Array, "batch heads pair 2*block key"]
     """The decayed queries and then the decayed keys of each second block."""
@@ -99,8 +99,8 @@ def _parts(chunk: Chunk) -> Parts:
     q, k, v, log_w, beta, state = chunk
     size = k.shape[-2]
     *by_level, from_start, to_end = jnp.moveaxis(_decays(log_w), 2, 0)
-    blocks = [_of_blocks(q, k, decays, 1 << level) for level, decays in enumerate(by_level)]
-    scores = _whole(
+    blocks = [_decayed_blocks(q, k, decays, 1 << level) for level, decays in enumerate(by_level)]
+    scores = _assembled_scores(
         row_sums(q * k),
         [einsum("bhntk,bhnik->bhnti", each.readers, each.writers) for each in blocks],
     )
@@ -137,9 +137,10 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
         dP = dy uᵀ,   dA = −β dx uᵀ,   dβ = dx ⊙ missing − (dx uᵀ) ⊙ A, summed over the last axis
         dS₀ = dS diag(Π w) + Σ_t (dy_t (q_t ⊙ e_t)ᵀ − dv_t (k_t ⊙ e_t)ᵀ)
 
-    P and A are the scores of queries and keys. q and k receive a gradient through each decay that
-    they are multiplied by, and the logarithm of this decay receives q ⊙ dq + k ⊙ dk of these
-    gradients. No term is computed as a difference of others, so a strong decay costs no digits.
+    P are the scores of the queries, and A those of the keys. q and k receive a gradient through
+    each decay that they are multiplied by, and the logarithm of this decay receives
+    q ⊙ dq + k ⊙ dk of these gradients. No term is computed as a difference of others, so a strong
+    decay costs no digits.
     """
     q, k, _, _, beta, state = chunk
     d_after, d_y = gradients
@@ -155,14 +156,14 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
     d_state = d_after * parts.fade + einsum("bhtv,bhtk->bhvk", of_readers, parts.readers)
 
     # The gradients through each decay: those between blocks, from the start, and to the end.
-    levels = zip(parts.blocks, _between_blocks(d_scores), strict=True)
+    levels = zip(parts.blocks, _split_scores(d_scores), strict=True)
     through = [_gradients_of_blocks(blocks, scores) for blocks, scores in levels]
     d_readers = product(of_readers, state)
     d_q, d_k = (x * parts.from_start for x in (d_readers[:, :, :size], d_readers[:, :, size:]))
     through.append((d_q, d_k))
     through.append((jnp.zeros_like(q), product(parts.u, d_after) * parts.to_end))
     d_log_decays = jnp.concatenate([q * d_q + k * d_k for d_q, d_k in through], axis=-2)
-    d_log_w = product(_sums(size, q.dtype).mT, d_log_decays)
+    d_log_w = product(_sum_matrix(size, q.dtype).mT, d_log_decays)
     d_log_w += parts.fade * jnp.sum(state * d_after, axis=-2, keepdims=True)
 
     own = jnp.diagonal(d_scores[:, :, :size], axis1=-2, axis2=-1)[..., None]
@@ -171,8 +172,8 @@ def _gradients(chunk: Chunk, gradients) -> Chunk:
     return Chunk(d_q, d_k, d_v, d_log_w, d_beta, d_state)
 
 
-def _sums(size: int, dtype) -> Array:
-    """Marks the steps whose decays are multiplied, for all decays of all steps of a chunk.
+def _sum_matrix(size: int, dtype) -> Array:
+    """The matrix of zeros and ones that sums log decays: a row for each decay of each step.
 
     First come those within blocks of 1, 2, 4, … steps, then those from the start of the chunk and
     those to its end. Each sum of log decays has only the terms that it needs.
@@ -189,7 +190,8 @@ def _sums(size: int, dtype) -> Array:
 
 def _decays(log_w: Array) -> Float[Array, "batch heads decay step key"]:
     batch, heads, size, keys = log_w.shape
-    return jnp.exp(product(_sums(size, log_w.dtype), log_w)).reshape(batch, heads, -1, size, keys)
+    decays = jnp.exp(product(_sum_matrix(size, log_w.dtype), log_w))
+    return decays.reshape(batch, heads, -1, size, keys)
 
 
 def _stacked(x: Array, y: Array) -> Array:
@@ -202,7 +204,7 @@ def _by_block(x: Array, size: int) -> tuple[Array, Array]:
     return pairs[:, :, :, 0], pairs[:, :, :, 1]
 
 
-def _of_blocks(q: Array, k: Array, decays: Array, size: int) -> Blocks:
+def _decayed_blocks(q: Array, k: Array, decays: Array, size: int) -> Blocks:
     of_first, of_second = _by_block(decays, size)
     (_, q), (writers, k) = _by_block(q, size), _by_block(k, size)
     return Blocks(decays, _stacked(q * of_second, k * of_second), writers * of_first)
@@ -220,7 +222,7 @@ def _gradients_of_blocks(blocks: Blocks, d_scores: Array) -> tuple[Array, Array]
     return d_q, d_k
 
 
-def _whole(own: Array, between: list[Array]) -> Float[Array, "batch heads 2 step step"]:
+def _assembled_scores(own: Array, between: list[Array]) -> Float[Array, "batch heads 2 step step"]:
     """Puts together the scores of queries and keys, from those of all pairs of blocks.
 
     `own` are the scores of each query and the key of its own step. Those of keys do not count.
@@ -234,7 +236,7 @@ def _whole(own: Array, between: list[Array]) -> Float[Array, "batch heads 2 step
     return scores[:, :, 0]
 
 
-def _between_blocks(scores: Float[Array, "batch heads 2*step step"]) -> list[Array]:
+def _split_scores(scores: Float[Array, "batch heads 2*step step"]) -> list[Array]:
     """Takes the scores of all pairs of blocks out of those of queries and keys."""
     batch, heads, _, size = scores.shape
     scores, between = scores.reshape(batch, heads, 1, 2, size, size), []

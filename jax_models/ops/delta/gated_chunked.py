@@ -38,7 +38,7 @@ CACHE = 2**19
 def refusal(call: GatedDeltaRule) -> str | None:
     """Returns why chunks do not support the call, or None if they do."""
     if call.steps.beta is None and call.decays_by_feature:
-        return "it takes a decay for each feature of a key only with a beta; see ops.delta_rule"
+        return "a decay for each feature of a key needs a beta"
     return chunked.refusal(call)
 
 

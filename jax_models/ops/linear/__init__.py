@@ -93,9 +93,10 @@ def linear_recurrence(
         a, b = a.astype(dtype), b.astype(dtype)
     if 0 in a.shape:
         return b.astype(dtype), h0
-    call = Recurrence(a, b, h0, dataclasses.replace(rows, time_axis=None), reverse)
+    call = Recurrence(a, b, h0, rows, reverse)
     if rows.time_axis is not None:
-        return _over_devices(call, rows.time_axis, method)
+        # The masks may depend on the next device, so that they are applied first.
+        return _over_devices(call.without_masks(), rows.time_axis, method)
     h = LINEAR_RECURRENCE(match_varying_axes(call), method)
     return h, h[:, call.end]
 
