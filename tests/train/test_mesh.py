@@ -262,7 +262,10 @@ def test_a_mesh_that_does_not_divide_is_refused(config, sizes, message):
 def test_a_model_that_does_not_divide_is_refused(model, axis, message):
     shape = [1 + (name == axis) for name in ("data", "sequence", "model")]
     mesh = Mesh(np.full(shape, jax.devices()[0]), ("data", "sequence", "model"))
-    build = partial(MODELS[model].config.build, rngs=nnx.Rngs(0))
+
+    def build():
+        return MODELS[model].config.build(rngs=nnx.Rngs(0))
+
     with pytest.raises((NotImplementedError, ValueError), match=f"^mesh.{axis}: {message}"):
         Trainer(build, optax.sgd(1.0), mesh=mesh, seed=0)
 
