@@ -63,13 +63,13 @@ class DiagonalStateSpace(SequenceLayer[LRUState]):
         **options: Unpack[MatrixOptions],
     ) -> None:
         """Makes the parts of a complex matrix by `kernel_init`, or together by `draw`."""
-        keys, init = options["rngs"].params, options.get("kernel_init")
+        keys, init, dtype = options["rngs"].params, options.get("kernel_init"), self.param_dtype
         if init is None:
-            parts = draw(keys(), shape, carry_dtype(self.param_dtype))
+            parts = [part.astype(dtype) for part in draw(keys(), shape, carry_dtype(dtype))]
         else:
-            parts = [init(keys(), shape, self.param_dtype) for _ in range(2)]
+            parts = [init(keys(), shape, dtype) for _ in range(2)]
         for part, value in zip(("re", "im"), parts, strict=True):
-            setattr(self, f"{name}_{part}", nnx.Param(value.astype(self.param_dtype)))
+            setattr(self, f"{name}_{part}", nnx.Param(value))
 
     def recurrence(self, dtype: Any) -> tuple[Inexact[Array, " state"], Inexact[Array, " state"]]:
         """Returns λ and γ, computed in this dtype, which is at least float32."""

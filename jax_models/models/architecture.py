@@ -99,7 +99,8 @@ class UndeterminedFieldError(ValueError):
 
 
 PLACEHOLDER = 1
-"""The size of a weight that is missing. Reading goes on, so that the error names all of them."""
+"""The size of a weight that is missing or has a wrong shape. Reading goes on, so that the error
+names all that are missing, and the layout with the most keys is found."""
 
 
 class Checkpoint:
@@ -133,6 +134,8 @@ class Checkpoint:
         """The keys that were looked up, must exist, and do not."""
         self.undetermined: list[str] = []
         """The names of the fields that the user must pass."""
+        self.misshapen: list[str] = []
+        """Messages about weights of the wrong shape."""
 
     @functools.cached_property
     def numbers(self) -> list[str]:
@@ -174,9 +177,8 @@ class Checkpoint:
         if not -len(shape) <= axis < len(shape) or rank not in (None, len(shape)) or 0 in shape:
             expected = f"{rank} axes" if rank is not None else f"an axis {axis}"
             hint = "; to read the value of a scalar, call `value`" if not shape else ""
-            raise ValueError(
-                f"state_dict: {name}: expected {expected}, none empty, got {shape}{hint}"
-            )
+            self.misshapen.append(f"{name}: expected {expected}, none empty, got {shape}{hint}")
+            return PLACEHOLDER
         return int(shape[axis])
 
     def value(self, key: str) -> Any:
@@ -184,10 +186,11 @@ class Checkpoint:
         if (name := self._required(key)) is None:
             return PLACEHOLDER
         if shape := tuple(getattr(self.weights[name], "shape", ())):
-            raise ValueError(
-                f"state_dict: {name}: expected a scalar, got shape {shape}; to read the size of an "
-                "axis, call `size`"
+            self.misshapen.append(
+                f"{name}: expected a scalar, got shape {shape}; to read the size of an axis, call "
+                "`size`"
             )
+            return PLACEHOLDER
         return as_numpy(self.weights[name]).item()
 
     def has(self, key: str) -> bool:
@@ -251,10 +254,13 @@ class Checkpoint:
             fields = self._read()
         except Exception as error:  # `sizes` also runs for checkpoints of other models
             fields = error
-        # A weight that is missing causes other errors, so it comes first.
+        # A placeholder may cause other errors, so its reason comes first. What a user passes does
+        # not help if the weights are wrong.
         if self.missing:
             return MissingWeightError(" and no ".join(dict.fromkeys(self.missing)))
-        if self.undetermined:
+        if self.misshapen:
+            return ValueError(f"state_dict: {self.misshapen[0]}")
+        if self.undetermined and not isinstance(fields, ValueError):
             return UndeterminedFieldError(self.undetermined[0])
         return fields
 

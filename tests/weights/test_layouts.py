@@ -294,7 +294,7 @@ def test_a_checkpoint_is_read_in_and_outside_of_the_blocks(read, value):
     ("message", "read"),
     [
         ("leak", lambda it: it.given("leak")),
-        ("blocks.0.w", lambda it: it.size("*.w", 0)),
+        (r"blocks\.\*\.w and no u", lambda it: [it.size("*.w", 0), it.size("u", 0)]),
         ("expected a scalar, got shape (3,); .* call `size`", lambda it: it.value("*.esn.bias")),
         ("an axis 0, none empty, got (); .* call `value`", lambda it: it.size("*.esn.leak", 0)),
         ("2 axes, none empty, got (3,)", lambda it: it.size("*.esn.bias", 0, rank=2)),
@@ -303,8 +303,9 @@ def test_a_checkpoint_is_read_in_and_outside_of_the_blocks(read, value):
 )
 def test_what_a_checkpoint_lacks_is_named(message, read):
     pattern = message.replace("(", r"\(").replace(")", r"\)")
+    layout = KEYS._replace(sizes=lambda checkpoint: {"units": read(checkpoint)})
     with pytest.raises(ValueError, match=f"{pattern}$"):
-        read(Checkpoint(ESN, KEYS))
+        Checkpoint(ESN | {"embedding.weight": np.ones((5, 3))}, layout).fields()
 
 
 @pytest.mark.parametrize(
