@@ -73,7 +73,7 @@ class DiagonalStateSpace(SequenceLayer[LRUState]):
 
     def recurrence(self, dtype: Any) -> tuple[Inexact[Array, " state"], Inexact[Array, " state"]]:
         """Returns λ and γ, computed in this dtype, which is at least float32."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> LRUState:
         """Zeros, in at least float32."""

@@ -254,8 +254,8 @@ class Checkpoint:
             fields = self._read()
         except Exception as error:  # `sizes` also runs for checkpoints of other models
             fields = error
-        # A placeholder may cause other errors, so its reason comes first. What a user passes does
-        # not help if the weights are wrong.
+        # A placeholder may cause other errors, so the reason for it comes first. Passing a field
+        # does not help if the weights are wrong.
         if self.missing:
             return MissingWeightError(" and no ".join(dict.fromkeys(self.missing)))
         if self.misshapen:
