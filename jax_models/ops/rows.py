@@ -72,10 +72,12 @@ class Rows:
         """The steps before which a scan restarts. With `reverse`, the last of each document."""
         if not reverse or self.reset is None:
             return self.reset
-        following = jnp.zeros_like(self.reset[:, :1])
-        if self.time_axis is not None:  # the next document may begin on the next device
-            following = from_device_after(self.reset[:, :1], following, self.time_axis)
-        return jnp.concatenate([self.reset[:, 1:], following], axis=1)
+        ends = document_ends(self.reset)
+        if self.time_axis is None:
+            return ends
+        # The last step ends a document if the next device begins one.
+        end = from_device_after(self.reset[:, :1], ends[:, -1:], self.time_axis)
+        return jnp.concatenate([ends[:, :-1], end], axis=1)
 
     def reversed(self) -> "Rows":
         """The rows of sequences that `reverse_time` has reversed."""
