@@ -428,6 +428,6 @@ def run_until_end(arguments: Arguments, console: Console) -> None:
             )
         state = train(run, trainer, plan.parts, console, state)
         with doing("writing the report"):
-            params = trainer.gather(state.averaged_params)
+            params = trainer.addressable(state.averaged_params)
             if is_first():
                 report(run, trainer.model(params), console)
