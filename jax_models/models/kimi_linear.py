@@ -121,7 +121,7 @@ STATE_DICT, FILE = model_layouts(
     partial(_sizes, *OF_FILES, "block_sparse_moe", FILE_EXPERTS),
 )
 MOONSHOT = FILE._replace(
-    blocks_layout="moonshot", sizes=partial(_sizes, *OF_FILES, "mlp", FILE_EXPERTS)
+    blocks_layout="hf-moonshot", sizes=partial(_sizes, *OF_FILES, "mlp", FILE_EXPERTS)
 )
 
 
@@ -138,9 +138,9 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
     block_keys: ClassVar = {
         "hf": _block_keys("kimi_linear", "mlp", EXPERTS),
         "hf-file": _block_keys("kimi_linear-file", "block_sparse_moe", FILE_EXPERTS),
-        "moonshot": _block_keys("kimi_linear-file", "mlp", FILE_EXPERTS),
+        "hf-moonshot": _block_keys("kimi_linear-file", "mlp", FILE_EXPERTS),
     }
-    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE, "moonshot": MOONSHOT}
+    layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE, "hf-moonshot": MOONSHOT}
     hf_class: ClassVar = "KimiLinearForCausalLM"
     hf_fields: ClassVar = {
         "vocab_size": "vocab_size",
@@ -330,7 +330,7 @@ class KimiLinearLanguageModel(HybridLanguageModel):
         **options: as for every layer. Matrices and convolutions are drawn from a normal
             distribution, the rest as in `KimiDeltaAttention`, which is as in transformers.
 
-    Layouts: `hf` (transformers' KimiLinearForCausalLM), `moonshot` (the published files), and
+    Layouts: `hf` (transformers' KimiLinearForCausalLM), `hf-moonshot` (the published files), and
     `hf-file` (the files that transformers saves, in which also the MLPs of the lowest blocks are
     called `block_sparse_moe`).
 
