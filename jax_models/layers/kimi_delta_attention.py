@@ -86,7 +86,8 @@ class KimiDeltaAttention(SequenceLayer[KimiDeltaAttentionState]):
             such method.
 
     Layouts: `kimi_linear` if `low_rank`, else `bailing_hybrid` (Ling 3): the modules of
-    transformers. `kimi_linear-file`: its files, which have three convolutions.
+    transformers. `kimi_linear-file` and `bailing_hybrid-file`: the files, which have three
+    convolutions.
 
     Source: Kimi Team 2025 (Kimi Linear, arXiv 2510.26692).
 
@@ -205,16 +206,15 @@ class KimiDeltaAttention(SequenceLayer[KimiDeltaAttentionState]):
         """`kimi_linear` or `bailing_hybrid`: the keys of the modules in transformers, and files."""
         convs = [f"{name}_conv1d.weight" for name in "qkv"]
         of_modules = nested(self.conv.torch_rows(), "conv", "conv1d")
-        if not self.low_rank:
-            return {"bailing_hybrid": [*self._rows("forget_gate."), *of_modules]}
+        layout, out = ("kimi_linear", "o_proj") if self.low_rank else ("bailing_hybrid", "dense")
         return {
-            "kimi_linear": [*self._rows("forget_gate."), *of_modules],
-            "kimi_linear-file": [*self._rows(""), in_thirds("conv.kernel", convs)],
+            layout: [*self._rows("forget_gate.", "o_proj"), *of_modules],
+            f"{layout}-file": [*self._rows("", out), in_thirds("conv.kernel", convs)],
         }
 
-    def _rows(self, forget_gate: str) -> Table:
+    def _rows(self, forget_gate: str, out: str) -> Table:
         """The rows of all but the convolution. The keys of decays begin with `forget_gate`."""
-        matrices = [(f"{name}_proj", f"{name}_proj") for name in "qkvbo"]
+        matrices = [(f"{name}_proj", f"{name}_proj") for name in "qkvb"] + [("o_proj", out)]
         gates = ("f_proj", f"{forget_gate}f"), ("g_proj", "g")
         if self.low_rank:
             A_log = squeezed("A_log", f"{forget_gate}A_log", (0, 1, 3))

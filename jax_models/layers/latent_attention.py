@@ -20,10 +20,10 @@ from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops.attention.latent_attention import LatentAttentionState, latent_attention
 from jax_models.ops.rotary import checked_rotated
 from jax_models.options import LayerOptions, norm_options, refuse_unused, with_inits
-from jax_models.weights import Layouts, linear, rms_norm
+from jax_models.weights import Layouts, SharedLayer, Table, linear, rms_norm
 
 
-class LatentAttention(CachedAttention[LatentAttentionState]):
+class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
     """Multi-head latent attention (MLA): keys and values are computed from a few latent features.
 
         >>> layer = LatentAttention(64, 4, latent_features=32, key_features=16, shared_features=8,
@@ -67,7 +67,8 @@ class LatentAttention(CachedAttention[LatentAttentionState]):
             rotated, or `bias_init` is given without biases. At the call: x is longer than
             max_length, or a state is given without a `max_length`.
 
-    Layouts: `deepseek` (the modules of Kimi Linear and Ling 3 in transformers).
+    Layouts: `deepseek` (the modules of Kimi Linear and Ling 3 in transformers), and those that the
+        architectures declare.
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv 2405.04434).
 
@@ -213,14 +214,14 @@ class LatentAttention(CachedAttention[LatentAttentionState]):
         | whole("q_a_proj", "latent_proj")  # all heads read their few outputs
     )
 
-    def torch_layouts(self) -> Layouts:
-        """`deepseek`: the keys of the modules in transformers."""
+    def rows(self, out_proj: str) -> Table:
+        """The rows of the modules in transformers, whose last projection has this key."""
         bias = self.out_proj.use_bias
         table = [
             *linear("latent_proj", "kv_a_proj_with_mqa", bias=bias),
             *rms_norm("latent_norm", "kv_a_layernorm"),
             *linear("kv_proj", "kv_b_proj", bias=False),
-            *linear("out_proj", "o_proj", bias=bias),
+            *linear("out_proj", out_proj, bias=bias),
         ]
         if self.q_a_proj is None:
             table += linear("q_proj", "q_proj", bias=False)
@@ -229,7 +230,11 @@ class LatentAttention(CachedAttention[LatentAttentionState]):
             table += rms_norm("q_norm", "q_a_layernorm") + linear("q_proj", "q_b_proj", bias=False)
         if self.g_proj is not None:
             table += linear("g_proj", "g_proj", bias=False)
-        return {"deepseek": table}
+        return table
+
+    def torch_layouts(self) -> Layouts:
+        """`deepseek`: the keys of the modules in transformers; and those of the architectures."""
+        return super().torch_layouts() | {"deepseek": self.rows("o_proj")}
 
 
 def as_one_head(latents: Float[Array, "batch steps latent"]) -> tuple[Array, Array]:

@@ -66,7 +66,8 @@ def latent_sizes(checkpoint: Checkpoint, mixer: str) -> Fields:
     if not any(blocks):
         return {}
     # Other blocks also have a weight with the key of the queries.
-    attention = f"{checkpoint.layout.blocks}.{blocks.index(True)}.{mixer}"
+    number = checkpoint.numbers[blocks.index(True)]
+    attention = f"{checkpoint.layout.blocks}.{number}.{mixer}"
     latent = checkpoint.size(f"{attention}.kv_a_layernorm.weight", 0, rank=1)
     shared = checkpoint.size(f"{attention}.kv_a_proj_with_mqa.weight", 0, rank=2) - latent
     queries = checkpoint.first(f"{attention}.q_b_proj.weight", f"{attention}.q_proj.weight")
@@ -95,33 +96,33 @@ def mixture_sizes(checkpoint: Checkpoint, mlp: str, experts: ExpertsKeys) -> Fie
     return fields
 
 
-def _sizes(
-    forget_gate: str, conv: str, mlp: str, experts: ExpertsKeys, checkpoint: Checkpoint
+def hybrid_sizes(
+    mixer: str, A_log: str, conv: str, mlp: str, experts: ExpertsKeys, checkpoint: Checkpoint
 ) -> Fields:
-    A_log = f"*.self_attn.{forget_gate}A_log"
+    """Reads the fields of the config from weights with these keys."""
     fields = {
-        "block_types": kinds_by_key(checkpoint, A_log, LINEAR, FULL),
-        **latent_sizes(checkpoint, "self_attn"),
+        "block_types": kinds_by_key(checkpoint, f"*.{mixer}.{A_log}", LINEAR, FULL),
+        **latent_sizes(checkpoint, mixer),
         **mixture_sizes(checkpoint, mlp, experts),
     }
-    if not checkpoint.has(A_log):
+    if not checkpoint.has(f"*.{mixer}.{A_log}"):
         return fields
     return fields | {
-        "delta_heads": checkpoint.size(A_log, 2, rank=4),
-        "delta_head_features": checkpoint.size("*.self_attn.o_norm.weight", 0, rank=1),
-        "kernel_size": checkpoint.size(f"*.self_attn.{conv}.weight", 2, rank=3),
+        "delta_heads": checkpoint.size(f"*.{mixer}.b_proj.weight", 0, rank=2),
+        "delta_head_features": checkpoint.size(f"*.{mixer}.o_norm.weight", 0, rank=1),
+        "kernel_size": checkpoint.size(f"*.{mixer}.{conv}.weight", 2, rank=3),
     }
 
 
-OF_FILES = "", "q_conv1d"
+OF_FILES = "self_attn", "A_log", "q_conv1d"
 STATE_DICT, FILE = model_layouts(
     "model",
     "norm",
-    partial(_sizes, "forget_gate.", "conv1d", "mlp", EXPERTS),
-    partial(_sizes, *OF_FILES, "block_sparse_moe", FILE_EXPERTS),
+    partial(hybrid_sizes, "self_attn", "forget_gate.A_log", "conv1d", "mlp", EXPERTS),
+    partial(hybrid_sizes, *OF_FILES, "block_sparse_moe", FILE_EXPERTS),
 )
 MOONSHOT = FILE._replace(
-    blocks_layout="hf-moonshot", sizes=partial(_sizes, *OF_FILES, "mlp", FILE_EXPERTS)
+    blocks_layout="hf-moonshot", sizes=partial(hybrid_sizes, *OF_FILES, "mlp", FILE_EXPERTS)
 )
 
 

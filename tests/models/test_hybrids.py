@@ -23,6 +23,7 @@ from jax_models import (
     JambaLanguageModelConfig,
     KimiLinearLanguageModelConfig,
     LFM2LanguageModelConfig,
+    LingLanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen3NextLanguageModelConfig,
@@ -72,6 +73,7 @@ NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
 KIMI = SIZES | {"model_type": "kimi_linear"}
 KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
+LING = SIZES | {"model_type": "bailing_hybrid"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -96,6 +98,7 @@ def read(fields: dict[str, Any]) -> Any:
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
         KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
+        LING | {"head_dim": 5, "kda_safe_gate": False, "rope_theta": 3.0},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
@@ -207,6 +210,14 @@ ROPE = "rope_parameters"
         (KIMI | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, "num_dense_layers", 2),
         (KIMI | {"n_group": 4}, "num_expert_groups", 4),
         (KIMI | {"num_local_experts": 9}, "num_experts", 9),
+        (LING, "mixings", [LINEAR] * 5 + [FULL]),
+        (LING | {"layer_group_size": 2}, "block_types", (LINEAR, FULL)),
+        (LING | {"head_dim": 5}, "delta_head_features", 5),
+        (LING | {"head_dim": 5, "linear_head_dim": 6}, "delta_head_features", 6),
+        (LING | {"kda_lower_bound": -3}, "min_log_decay", -3.0),
+        (LING | {"kda_safe_gate": False}, "min_log_decay", None),
+        (LING | {"rope_theta": 7.0}, "rope_theta", 7.0),
+        (LING, "num_dense_layers", 2),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -237,7 +248,8 @@ ROPE = "rope_parameters"
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
     """`test_peers_hybrids.py` reads the fields and the defaults of transformers' own folders."""
-    kv_heads = {} if fields["model_type"] == "kimi_linear" else {"num_key_value_heads": 2}
+    latent = fields["model_type"] in ("kimi_linear", "bailing_hybrid")
+    kv_heads = {} if latent else {"num_key_value_heads": 2}
     assert getattr(read(kv_heads | fields), field) == value
 
 
@@ -359,9 +371,11 @@ kimi = KimiLinearLanguageModelConfig(
     expert_features=5,
     num_shared_experts=2,
 )
-NEVER_TIED = ("nemotron_h", "kimi_linear", "kimi_linear with experts only")
+ling = LingLanguageModelConfig(**vars(kimi) | {"rope_theta": 7.0, "min_log_decay": -3.0})
+NEVER_TIED = ("nemotron_h", "kimi_linear", "kimi_linear with experts only", "bailing_hybrid")
 """The models whose head is never tied."""
 MODELS = {
+    "bailing_hybrid": ling,
     "kimi_linear": kimi,
     "kimi_linear with experts only": replace(kimi, num_dense_layers=0, query_features=6),
     "qwen3_5_text": qwen,
@@ -481,6 +495,13 @@ def test_nemotron_h_leaves_out_the_weights_that_predict_several_tokens(tmp_path)
         folder_of(config, tmp_path, layout, ["mtp.layers.0.mixer.q_proj.weight"])
         with pytest.warns(UserWarning, match=r"left out mtp\.\* \(1 weights\)$"):
             assert load_pretrained(tmp_path).config == config
+
+
+def test_ling_leaves_out_the_block_that_predicts_a_second_token(tmp_path):
+    config = MODELS["bailing_hybrid"]
+    folder_of(config, tmp_path, "hf-file", ["model.layers.2.eh_proj.weight"])
+    with pytest.warns(UserWarning, match=r"left out model\.layers\.2\.\* \(1 weights\)$"):
+        assert load_pretrained(tmp_path).config == config
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 JAMBA, KIMI = "JambaForCausalLM", "KimiLinearForCausalLM"
+LING = "BailingHybridForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -354,6 +355,32 @@ MODELS: dict[str, tuple[str, Any]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "Ling 3": (
+        LING,
+        {
+            **SIZES,
+            **LATENT,
+            "head_dim": 6,
+            "layer_group_size": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Ling 3, other options": (
+        LING,
+        {
+            **SIZES,
+            **LATENT,
+            **OTHER_LATENT,
+            "head_dim": 5,
+            "layer_types": [FULL, LINEAR],
+            "mlp_layer_types": ["sparse", "sparse"],
+            "short_conv_kernel_size": 3,
+            "kda_lower_bound": -2.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
     "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
     "Mamba-2, other options": (
         MAMBA2,
@@ -402,7 +429,7 @@ STATE_SPACES = [
 WITH_EXPERTS = [
     name
     for name, (kind, _) in MODELS.items()
-    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI)
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LING)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 

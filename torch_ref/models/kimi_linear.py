@@ -31,36 +31,15 @@ class KimiLinearExperts(nn.Module):
 class KimiLinearBlock(nn.Module):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of the mixer."""
 
-    def __init__(self, config: Any, kind: str, number: int):
+    def __init__(self, config: Any, mixer: nn.Module, number: int):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.features, eps=config.epsilon)
-        self.self_attn = self.mixer(config, kind)
+        self.self_attn = mixer
         self.post_attention_layernorm = nn.RMSNorm(config.features, eps=config.epsilon)
         if config.num_experts and number >= config.num_dense_layers:
             self.mlp = KimiLinearExperts(config)
         else:
             self.mlp = GatedMLP(config.features, config.mlp_features, activation="silu")
-
-    def mixer(self, config: Any, kind: str) -> nn.Module:
-        """Builds the mixer of a block of a kind."""
-        if kind == "linear_attention":
-            return KimiDeltaAttention(
-                config.features,
-                num_heads=config.delta_heads,
-                head_features=config.delta_head_features,
-                kernel_size=config.kernel_size,
-                epsilon=config.epsilon,
-            )
-        return LatentAttention(
-            config.features,
-            config.num_heads,
-            latent_features=config.latent_features,
-            key_features=config.key_features,
-            shared_features=config.shared_features,
-            value_features=config.value_features,
-            query_features=config.query_features,
-            use_bias=config.attention_bias,
-        )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, last = self.self_attn(self.input_layernorm(x), state)
@@ -71,10 +50,45 @@ class KimiLinearBlock(nn.Module):
 class KimiLinearLanguageModel(HybridLanguageModel):
     """Token embedding → blocks with Kimi Delta Attention or latent attention → RMSNorm → Linear."""
 
+    @staticmethod
+    def delta_options(config: Any) -> dict[str, Any]:
+        """The options of a Kimi Delta Attention in which models differ."""
+        return {}
+
+    @staticmethod
+    def latent_options(config: Any) -> dict[str, Any]:
+        """The options of a latent attention in which models differ."""
+        return {}
+
+    @classmethod
+    def mixer(cls, config: Any, kind: str) -> nn.Module:
+        """Builds the mixer of a block of a kind."""
+        if kind == "linear_attention":
+            return KimiDeltaAttention(
+                config.features,
+                num_heads=config.delta_heads,
+                head_features=config.delta_head_features,
+                kernel_size=config.kernel_size,
+                epsilon=config.epsilon,
+                **cls.delta_options(config),
+            )
+        return LatentAttention(
+            config.features,
+            config.num_heads,
+            latent_features=config.latent_features,
+            key_features=config.key_features,
+            shared_features=config.shared_features,
+            value_features=config.value_features,
+            query_features=config.query_features,
+            use_bias=config.attention_bias,
+            **cls.latent_options(config),
+        )
+
     @classmethod
     def from_config(cls, config: Any) -> "KimiLinearLanguageModel":
         """Builds the twin of the model of a JAX config."""
         blocks: list[nn.Module] = [
-            KimiLinearBlock(config, kind, number) for number, kind in enumerate(config.mixings)
+            KimiLinearBlock(config, cls.mixer(config, kind), number)
+            for number, kind in enumerate(config.mixings)
         ]
         return cls(config, blocks, nn.RMSNorm(config.features, eps=config.epsilon))
