@@ -56,7 +56,7 @@ def _forms(by_ragged: Any, by_blocks: Any, by_definition: Any) -> tuple[Form, ..
     """The forms of an operator, with the function that runs each."""
     return (
         Form("ragged", by_ragged, ("cuda", "tpu"), ragged.refusal),
-        Form("blocks", by_blocks, refusal=blocks.refusal),
+        Form("blocks", by_blocks, refusal=blocks.refusal, pays=blocks.pays),
         Form("definition", by_definition),
     )
 
@@ -96,7 +96,8 @@ def grouped_dot(
 
     `method` names the form that runs: "ragged" (`jax.lax.ragged_dot`), which "auto" chooses on a
     GPU and a TPU; "blocks", which multiplies blocks of the rows of one group, and which "auto"
-    chooses elsewhere; or "definition", which reads a matrix for each row.
+    chooses elsewhere; or "definition", which copies a matrix for each row, and which "auto" chooses
+    for few rows with small matrices.
 
     Raises:
         NotImplementedError: the form does not support the call.
