@@ -252,7 +252,7 @@ def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
     masks = draw.masks() if kind == "local" else {}
     position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
-    shapes = "B T 4 P", "B T 2 P", "B T 2 P", "B H 2 P", "B H 2 P"
+    shapes = "B T 4 P", "B T 2 P", "B T 2 I", "B H 2 P", "B H 2 I"
 
     def run(method, q, k, v, keys, values):
         if kind == "whole":
