@@ -27,6 +27,7 @@ from jax_models.layers.hyena_dna import *
 from jax_models.layers.hyena_dna_filter import *
 from jax_models.layers.hyper_lstm import *
 from jax_models.layers.kimi_delta_attention import *
+from jax_models.layers.latent_attention import *
 from jax_models.layers.layer_norm_lstm import *
 from jax_models.layers.lightning_attention import *
 from jax_models.layers.load_balancing import *

@@ -18,6 +18,7 @@ from torch_ref.layers.hyena_dna_filter import *
 from torch_ref.layers.hyena_filter import *
 from torch_ref.layers.hyper_lstm import *
 from torch_ref.layers.kimi_delta_attention import *
+from torch_ref.layers.latent_attention import *
 from torch_ref.layers.layer_norm_lstm import *
 from torch_ref.layers.lightning_attention import *
 from torch_ref.layers.local_attention import *
