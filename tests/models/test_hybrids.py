@@ -22,6 +22,7 @@ from jax_models import (
     GraniteLanguageModelConfig,
     JambaLanguageModelConfig,
     LFM2LanguageModelConfig,
+    MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen3NextLanguageModelConfig,
@@ -40,6 +41,7 @@ from jax_models.models.hybrid import (
     HybridBlock,
 )
 from jax_models.models.load import config_of
+from jax_models.options import Index
 from train.command import convert, generate
 from train.command.export import export, logit_errors
 from train.command.initial_weights import read_params
@@ -69,6 +71,7 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
+MINIMAX = SIZES | {"model_type": "minimax"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -92,6 +95,7 @@ def read(fields: dict[str, Any]) -> Any:
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
+        MINIMAX | {"rotary_dim": 2, "mlp_alpha_factor": 3.5, "num_key_value_heads": 2},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
@@ -194,6 +198,11 @@ ROPE = "rope_parameters"
         (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (JAMBA | {"num_experts": 1}, "num_experts", 1),
         (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
+        (MINIMAX, "mixings", [FULL, LINEAR] * 3),
+        (MINIMAX | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
+        (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
+        (MINIMAX | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -276,6 +285,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
         (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
+        (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
+        (MINIMAX | {"num_local_experts": 0}, "num_experts: expected .*, got 0"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -369,6 +380,7 @@ MODELS = {
     ),
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
+    "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
@@ -577,7 +589,13 @@ def test_three_convolutions_in_any_division_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [c for c in architectures() if issubclass(c, BalancedExpertsConfig)]
+    "config",
+    [
+        config
+        for config in architectures()
+        if issubclass(config, BalancedExpertsConfig)
+        if config.field_types()["num_experts"] is Index  # MiniMax always has experts
+    ],
 )
 def test_a_model_without_experts_does_not_balance_them(config):
     unused = "^balance_experts: expected False in a model without experts, got True$"
