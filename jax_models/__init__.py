@@ -63,6 +63,7 @@ from jax_models.models.hawk import *
 from jax_models.models.hippogriff import *
 from jax_models.models.hyena_dna import *
 from jax_models.models.jamba import *
+from jax_models.models.kimi_linear import *
 from jax_models.models.language_model import *
 from jax_models.models.lfm2 import *
 from jax_models.models.load import *

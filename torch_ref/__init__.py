@@ -49,6 +49,7 @@ from torch_ref.models.hawk import *
 from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
 from torch_ref.models.jamba import *
+from torch_ref.models.kimi_linear import *
 from torch_ref.models.lfm2 import *
 from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *

@@ -105,7 +105,7 @@ QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
-JAMBA, MINIMAX = "JambaForCausalLM", "MiniMaxForCausalLM"
+JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -151,6 +151,27 @@ MINIMAX_SIZES = {
     "mlp_alpha_factor": 0.8,
     "mlp_beta_factor": 1.3,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 7,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+OTHER_LATENT = {
+    "q_lora_rank": 6,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+}
+KIMI_SIZES = {**SIZES, **LATENT, "linear_num_heads": 3, "linear_head_dim": 6}
 MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12, "full_attention_interval": 2}),
@@ -348,6 +369,17 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "Kimi Linear": (KIMI, {**KIMI_SIZES, "layer_types": [LINEAR, FULL]}),
+    "Kimi Linear, other options": (
+        KIMI,
+        {
+            **KIMI_SIZES,
+            **OTHER_LATENT,
+            "layer_types": [FULL, LINEAR],
+            "mlp_layer_types": ["sparse", "sparse"],
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
     "Mamba-2, other options": (
         MAMBA2,
@@ -396,7 +428,7 @@ STATE_SPACES = [
 WITH_EXPERTS = [
     name
     for name, (kind, _) in MODELS.items()
-    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, MINIMAX)
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
@@ -593,6 +625,7 @@ def test_parameters_start_as_in_transformers(name, rescales):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "num_heads": 32}
     sizes |= {"linear_num_key_heads": 32, "linear_num_value_heads": 64, "initializer_range": 0.02}
     sizes |= {"rescale_prenorm_residual": rescales, "mamba_num_heads": 32}
+    sizes |= {"linear_num_heads": 32}
     torch.manual_seed(0)
     original = getattr(transformers, kind)
     original = original(original.config_class(**fields | sizes, **EAGER))
