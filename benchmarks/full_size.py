@@ -65,11 +65,13 @@ def write_model(config: HFConfig, folder: Path) -> tuple[np.ndarray, ...]:
     published files of Qwen3.5, its decays and the norms behind them are in float32.
     """
     import torch
-    import transformers
+
+    # From the module itself, because pyright needs as long for all of transformers as for us.
+    from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    fields = transformers.AutoConfig.for_model(**config.to_hf(), dtype="bfloat16")
-    model = transformers.AutoModelForCausalLM.from_config(fields, dtype=torch.bfloat16).eval()
+    fields = AutoConfig.for_model(**config.to_hf(), dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(fields, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
