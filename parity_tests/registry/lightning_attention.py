@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-import torch_ref
 from jax_models import LightningAttention
 from jax_models.layers.lightning_attention import slopes
 from parity_tests.registry.case import paired
@@ -19,16 +18,15 @@ from parity_tests.registry.mutation import (
     replaced,
 )
 
-lightning = partial(paired, layout="minimax", architecture="lightning_attention")
 SIZES: dict[str, Any] = {"num_heads": 3, "head_features": 4, "layer_index": 2, "num_layers": 4}
-CASE, CHUNKS = "LightningAttention", "LightningAttention by chunks"
+CASE = "LightningAttention"
 CASES = [
-    lightning(CASE, partial(LightningAttention, 7, **SIZES)),
-    lightning(
-        CHUNKS,
-        partial(LightningAttention, 7, **SIZES, method="chunked"),
-        partial(torch_ref.LightningAttention, 7, **SIZES),
-    ),
+    paired(
+        CASE,
+        partial(LightningAttention, 7, **SIZES),
+        layout="minimax",
+        architecture="lightning_attention",
+    )
 ]
 
 

@@ -86,6 +86,5 @@ MUTATIONS = [
         CASE,
         "weights",
         plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
-        culprit="model.layers.1.mlp.experts",
     ),
 ]

@@ -61,14 +61,12 @@ MESHES = {
 MIN_GRU = "RNNLanguageModel of minGRU"
 MESHES_OF = {
     MIN_GRU: (*MESHES,),
-    "GPModel of hyena": ("1×1×8, fully sharded",),
     "GPModel of attention": ("4×2×1, fully sharded",),
     "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
     **dict.fromkeys(
         (
             "FalconH1LanguageModel",
             "GriffinLanguageModel",
-            "HippogriffLanguageModel",
             "HyenaDNALanguageModel",
             "MambaLanguageModel",
             "Qwen35LanguageModel, experts",
