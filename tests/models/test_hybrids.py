@@ -24,6 +24,7 @@ from jax_models import (
     KimiLinearLanguageModelConfig,
     LFM2LanguageModelConfig,
     LingLanguageModelConfig,
+    MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen3NextLanguageModelConfig,
@@ -42,6 +43,7 @@ from jax_models.models.hybrid import (
     HybridBlock,
 )
 from jax_models.models.load import config_of
+from jax_models.options import Index
 from train.command import convert, generate
 from train.command.export import export, logit_errors
 from train.command.initial_weights import read_params
@@ -71,6 +73,7 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
+MINIMAX = SIZES | {"model_type": "minimax"}
 KIMI = SIZES | {"model_type": "kimi_linear"}
 KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
 LING = SIZES | {"model_type": "bailing_hybrid"}
@@ -97,6 +100,7 @@ def read(fields: dict[str, Any]) -> Any:
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
+        MINIMAX | {"rotary_dim": 2, "mlp_alpha_factor": 3.5, "num_key_value_heads": 2},
         KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
         LING | {"head_dim": 5, "kda_safe_gate": False, "rope_theta": 3.0},
     ],
@@ -201,6 +205,11 @@ ROPE = "rope_parameters"
         (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (JAMBA | {"num_experts": 1}, "num_experts", 1),
         (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
+        (MINIMAX, "mixings", [FULL, LINEAR] * 3),
+        (MINIMAX | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
+        (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
+        (MINIMAX | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (KIMI, "mixings", [LINEAR] * 4 + [FULL, LINEAR]),
         (KIMI | {"linear_attn_config": KIMI_FILE}, "block_types", (LINEAR, LINEAR, FULL)),
         (KIMI | {"linear_attn_config": KIMI_FILE}, "delta_heads", 3),
@@ -302,6 +311,8 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
         (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
+        (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
+        (MINIMAX | {"num_local_experts": 0}, "num_experts: expected .*, got 0"),
         (KIMI | {"num_key_value_heads": 2}, "num_key_value_heads: expected .*=4, got 2"),
         (KIMI | {"mlp_layer_types": ["sparse", "dense"] * 3}, "mlp_layer_types: expected .* first"),
         (KIMI | {"linear_attn_config": KIMI_FILE | {"kda_layers": [1]}}, "layer_types: .*None"),
@@ -416,6 +427,7 @@ MODELS = {
     ),
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
+    "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
@@ -636,7 +648,13 @@ def test_three_convolutions_in_any_division_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [c for c in architectures() if issubclass(c, BalancedExpertsConfig)]
+    "config",
+    [
+        config
+        for config in architectures()
+        if issubclass(config, BalancedExpertsConfig)
+        if config.field_types()["num_experts"] is Index  # MiniMax always has experts
+    ],
 )
 def test_a_model_without_experts_does_not_balance_them(config):
     unused = "^balance_experts: expected False in a model without experts, got True$"

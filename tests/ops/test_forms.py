@@ -554,6 +554,17 @@ def test_a_modal_conv_whose_time_is_divided_runs_in_chunks(platform):
     assert [table.chosen for table in tables] == ["chunked"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups", "features", "form"),
+    [(130, 64, 16, "definition"), (1024, 64, 64, "blocks"), (17, 3, 128, "blocks")],
+)
+def test_few_rows_with_small_matrices_run_by_the_definition(rows, groups, features, form):
+    arrays = jnp.ones((rows, features)), jnp.ones((groups, features, features))
+    sizes = jnp.ones(groups, jnp.int32)
+    [table] = ops.forms_of(ops.grouped_dot, *arrays, sizes, platform="cpu")
+    assert table.chosen == form
+
+
 # Forms of other packages
 
 PACKAGE = """
