@@ -5,8 +5,9 @@
     python -m benchmarks.which_layer tables
 
 Without names, all layers are measured. Each result is stored as soon as it is known, in
-`benchmarks/results/which_layer-cpu.json`, with its date and the processor, and replaces an earlier
-one of the same layer. `tables` prints the tables of the page, which a test compares with the page.
+`benchmarks/results/which_layer-cpu.json`, with its date, the processor and the versions of Python
+and of packages, and replaces an earlier one of the same layer. `tables` prints the tables of the
+page, which a test compares with the page.
 """
 
 import json
@@ -23,7 +24,6 @@ import optax
 from flax import nnx
 
 import jax_models as m
-from benchmarks.environment import processor
 from benchmarks.report.store import versions
 from parity_tests.registry import COMPARED
 
@@ -186,9 +186,8 @@ TASKS = adding, parity, recall
 def store(layer: str, part: str, measured: dict[str, Any]) -> None:
     """Adds results to a layer's row of one part, `speed` or `learning`."""
     record = json.loads(FILE.read_text()) if FILE.exists() else {"layers": {}}
-    record["versions"] = {name: found for name, found in versions().items() if name != "processor"}
     row = record["layers"].setdefault(layer, {}).setdefault(part, {})
-    row.update(measured, date=time.strftime("%Y-%m-%d"), processor=processor())
+    row |= measured | {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
     FILE.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -4,7 +4,8 @@ __all__ = ["Attention"]
 
 import math
 from collections.abc import Callable
-from typing import Literal, Unpack
+from functools import partial
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,18 @@ from jax_models.options import (
     refuse_unused,
     with_inits,
 )
-from jax_models.sequence import SequenceLayer, check_time
+from jax_models.sequence import SequenceLayer, State, check_time
 from jax_models.weights import SharedLayer, Table, linear, rms_norm
 
 Norm = Literal["head", "all"]
 """Whether the queries and keys of each head are normed, or those of all heads together."""
 
 
-class CachedAttention(SequenceLayer[LocalAttentionState]):
-    """The base class of layers with causal attention, whose state is a cache of keys and values.
+class CachedAttention(SequenceLayer[State]):
+    """The base class of layers with causal attention, whose state is a cache of earlier steps.
 
-    A subclass sets the attributes below, and calls `attend` with queries, keys and values.
+    A subclass sets the attributes below, and calls `attend` with queries, keys and values. One that
+    caches other arrays than keys and values overrides `cache`, and calls `with_cache`.
     """
 
     num_kv_heads: int
@@ -58,12 +60,12 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         if max_length is not None and self.window is None:
             self.max_length = checked_size("max_length", max_length)
 
-    def init_state(self, batch_size: int) -> LocalAttentionState:
-        """An empty cache of keys and values, in at least float32.
+    def init_state(self, batch_size: int) -> State:
+        """An empty cache, in at least float32.
 
         Full attention without a `max_length` has no slots, and cannot continue from a state.
         """
-        return self._cache(batch_size, self.max_length or 0)
+        return self.cache(batch_size, self.max_length or 0)
 
     def start(self, batch_size: int) -> None:
         """Returns None, because at the beginning there is nothing to attend to except x."""
@@ -74,12 +76,27 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         q: Float[Array, "batch time heads head_features"],
         k: Float[Array, "batch time kv_heads head_features"],
         v: Float[Array, "batch time kv_heads head_features"],
-        state: LocalAttentionState | None,
+        state: State | None,
         rows: Rows,
         dropout: Callable[[Array], Array] | None = None,
-    ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
+    ) -> tuple[Float[Array, "batch time heads head_features"], State]:
         """Attends to the keys of the state and of the sequence, and returns the state after it."""
-        batch_size, time = q.shape[:2]
+        run = partial(ops.local_attention, q, k, v, dropout=dropout)
+        return self.with_cache(run, q.shape[0], q.shape[1], state, rows)
+
+    def with_cache(
+        self,
+        run: Callable[..., tuple[Float[Array, "batch time heads value_features"], Any]],
+        batch_size: int,
+        time: int,
+        state: State | None,
+        rows: Rows,
+    ) -> tuple[Float[Array, "batch time heads value_features"], State]:
+        """Runs attention from the state or, if it is None, from an empty cache.
+
+        `run` takes a cache and the options `empty`, `holds_whole_document` and `rows` of
+        `ops.local_attention`.
+        """
         # Find out how many keys the state holds. Without a window or a max_length, it has no slots,
         # so it cannot continue a document.
         limit = self.max_length if self.window is None else None
@@ -93,23 +110,16 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         # Without a state, start from an empty cache, large enough for all steps of this call if
         # there is no limit.
         steps = time if rows.time_axis is None else time * lax.axis_size(rows.time_axis)
-        before = state
+        before: Any = state
         if before is None:
-            before = self._cache(batch_size, steps if unlimited else limit or 0)
-        y, after = ops.local_attention(
-            q,
-            k,
-            v,
-            before,
-            empty=state is None,
-            holds_whole_document=self.window is None,
-            dropout=dropout,
-            rows=rows,
+            before = self.cache(batch_size, steps if unlimited else limit or 0)
+        y, after = run(
+            before, empty=state is None, holds_whole_document=self.window is None, rows=rows
         )
         # The cache of an unlimited call lives only in the call: a state without slots has a fixed
         # shape.
         if unlimited:
-            return y, LocalAttentionState(after.position, *(a[:, :0] for a in after[1:]))
+            return y, type(after)(after.position, *(a[:, :0] for a in after[1:]))
         if limit is None:
             return y, after
         # There are no slots for keys beyond max_length. If the length of the document is known,
@@ -120,14 +130,15 @@ class CachedAttention(SequenceLayer[LocalAttentionState]):
         positions, _ = rows.positions(before.position, time)
         return jnp.where((positions < limit)[..., None, None], y, jnp.nan), after
 
-    def _cache(self, batch_size: int, max_length: int) -> LocalAttentionState:
+    def cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache of keys and values, with `max_length` slots if there is no window."""
         slots = max_length if self.window is None else self.window - 1
         shape = (batch_size, slots, self.num_kv_heads, self.head_features)
         keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
 
-class Attention(SharedLayer, CachedAttention):
+class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
     """Causal attention with grouped queries and rotary positions.
 
         >>> layer = Attention(64, num_heads=4, num_kv_heads=2, max_length=256, rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ SelfAttentionState = LocalAttentionState
 """The state of `SelfAttentionBlock`, with a slot for each step up to max_length."""
 
 
-class SelfAttentionBlock(CachedAttention):
+class SelfAttentionBlock(CachedAttention[LocalAttentionState]):
     """A pre-norm transformer block with causal self-attention.
 
         >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))

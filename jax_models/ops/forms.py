@@ -109,6 +109,8 @@ class Operator(NamedTuple):
             ValueError: there is no such form.
 
         """
+        if explicit_axes := jax.sharding.get_abstract_mesh().explicit_axes:
+            return self._with_auto_axes(call, method, explicit_axes)
         if _recording.value is not None:
             _recording.value.calls.append((self, call, method))
             with _recording(None):  # what the form calls is its own affair
@@ -130,6 +132,16 @@ class Operator(NamedTuple):
         if plain == derived and len(plain) == 1:
             return plain[0][1].run(call)
         return _compiled(plain, derived, call)
+
+    def _with_auto_axes(self, call: Any, method: str, explicit_axes: tuple[str, ...]) -> Any:
+        """Runs with Auto axes. The results are sharded as the definition shards them.
+
+        JAX refuses some functions and kernels, such as `ragged_dot`, with Explicit axes.
+        """
+        results = jax.eval_shape(self.own_forms[-1].run, call)
+        specs = jax.tree.map(lambda result: result.sharding.spec, results)
+        run: Any = partial(self, method=method)
+        return jax.sharding.auto_axes(run, axes=explicit_axes, out_sharding=specs)(call)
 
 
 @cache  # the packages are read at the first call

@@ -27,15 +27,10 @@ REMOVED_FORMS: list[tuple[str, str, str]] = [
 docs/migration.md says the same.
 """
 
-_REASONS = {
-    (operator, form): reason
-    for operators, forms, reason in REMOVED_FORMS
-    for operator in operators.split()
-    for form in forms.split()
-}
-
 
 def advice_for_removed(operator: str, method: object) -> str:
     """What to do instead of naming a form that was removed, or "" if there never was one."""
-    reason = _REASONS.get((operator, method)) if isinstance(method, str) else None
-    return f", which was removed: leave method out: {reason}" if reason else ""
+    for operators, forms, reason in REMOVED_FORMS:
+        if operator in operators.split() and method in forms.split():
+            return f", which was removed: leave method out: {reason}"
+    return ""

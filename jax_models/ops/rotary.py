@@ -16,13 +16,15 @@ def rotary(
     *,
     rotated: int,
     theta: Positive = 10_000.0,
+    interleaved: bool = False,
 ) -> Float[Array, "batch time heads head_features"]:
     """Rotates the first n = `rotated` features of each head by angles that grow with the position.
 
         (x_i, x_{i + n/2}) is rotated by p · θ^{−2i/n},   i = 0 … n/2 − 1
 
-    As a result, the product of a query and a key depends on the distance of their positions. The
-    angles are computed in at least float32.
+    If `interleaved`, neighboring features (x_{2i}, x_{2i + 1}) are rotated instead. As a result,
+    the product of a query and a key depends on the distance of their positions. The angles are
+    computed in at least float32.
 
     Raises:
         ValueError: `rotated` is odd or exceeds the number of features, or θ is not positive.
@@ -33,6 +35,10 @@ def rotary(
     frequencies = jnp.asarray(theta ** (-np.arange(0, rotated, 2) / rotated), dtype)
     angles = positions.astype(dtype)[:, :, None, None] * frequencies[None, None, None]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    if interleaved:
+        first, second, rest = x[..., :rotated:2], x[..., 1:rotated:2], x[..., rotated:]
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([pairs.reshape(*x.shape[:-1], rotated), rest], axis=-1)
     first, second, rest = jnp.split(x, (rotated // 2, rotated), axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 

@@ -24,6 +24,12 @@ from jax_models.weights.stored import StoredArray, dtype_of
 
 SAFETENSORS, TORCH = (".safetensors",), (".pth", ".pt", ".bin", ".ckpt")
 INDEX = "*.index.json"
+NAMES_OF_TRANSFORMERS = tuple(
+    f"{name}{suffix}"
+    for name in ("model.safetensors", "pytorch_model.bin")
+    for suffix in (".index.json", "")
+)
+"""The names of transformers for the files of weights, the first of which is read."""
 CONFIG = "config.json"
 OF_RUN = ("vocabulary.json", "checkpoints")
 """What the folder of a run of `twinscan train` holds."""
@@ -117,20 +123,10 @@ def json_object(path: Path) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """The files with the weights of a folder, each with its keys according to the index file."""
-    indices = sorted(folder.glob(INDEX))
-    if len(indices) == 1:
-        places = json_object(indices[0]).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-            raise ValueError(f"{indices[0].name}: expected a weight_map of keys to files")
-        parts: dict[Path, list[str] | None] = {}
-        for key, name in places.items():
-            if Path(name).name != name:
-                raise ValueError(f"{indices[0].name}: expected files of its folder, got {name}")
-            parts.setdefault(folder / name, []).append(key)  # pyright: ignore[reportOptionalMemberAccess]
-        for part in parts:
-            part.stat()
-        return parts
-    files = indices or [f for f in sorted(folder.iterdir()) if f.suffix in SAFETENSORS + TORCH]
+    # The folder may have the same weights in two formats, or the state of a training beside them.
+    files = [folder / name for name in NAMES_OF_TRANSFORMERS if (folder / name).exists()][:1]
+    files = files or sorted(folder.glob(INDEX))
+    files = files or [f for f in sorted(folder.iterdir()) if f.suffix in SAFETENSORS + TORCH]
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
         kinds = ", ".join(SAFETENSORS + TORCH)
@@ -138,7 +134,19 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
             f"{folder.name}: expected one file of weights ({kinds}), or an index of its parts, "
             f"got {found}"
         )
-    return {files[0]: None}
+    if not files[0].match(INDEX):
+        return {files[0]: None}
+    places = json_object(files[0]).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise ValueError(f"{files[0].name}: expected a weight_map of keys to files")
+    parts: dict[Path, list[str] | None] = {}
+    for key, name in places.items():
+        if Path(name).name != name:
+            raise ValueError(f"{files[0].name}: expected files of its folder, got {name}")
+        parts.setdefault(folder / name, []).append(key)  # pyright: ignore[reportOptionalMemberAccess]
+    for part in parts:
+        part.stat()
+    return parts
 
 
 def _safetensors_weights(path: Path) -> dict[str, StoredArray]:

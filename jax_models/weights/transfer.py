@@ -187,7 +187,18 @@ def _place(prefix: str) -> str:
 
 def _exported(row: Weight, params: list[Any], i: int, part: slice | EllipsisType) -> np.ndarray:
     """Computes the array of a row's i-th key."""
-    return transformed(row, "to_torch", [np.asarray(param) for param in params])[i][part]
+    return transformed(row, "to_torch", [_on_host(param) for param in params])[i][part]
+
+
+def _on_host(value: Any) -> np.ndarray:
+    """Copies a parameter, which devices may divide, to the host, where only the caller keeps it.
+
+    An array of JAX keeps its own copy once it is read, so another array of the same shards is read.
+    """
+    if isinstance(value, jax.Array):
+        shards = [shard.data for shard in value.addressable_shards]
+        value = jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
+    return np.asarray(value)
 
 
 def check_entries(
@@ -222,7 +233,7 @@ def check_entries(
                 (check if row.params else check_shape)(value, like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
-    known = {key for row in table for key in row.keys}
+    known = {key for row in table for key in (*row.keys, *row.tied)}
     unexpected = [str(key) for key in state_dict if key not in known]
     wrapped = find_wrapped(unexpected)
     of_wrappers = {key for each in wrapped for key in each.keys}

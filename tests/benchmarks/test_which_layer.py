@@ -14,16 +14,17 @@ def test_the_page_shows_the_record():
     record = json.loads(FILE.read_text(encoding="utf-8"))
     assert record["layers"].keys() <= COMPARED.keys()
     for layer in record["layers"].values():
-        assert all(row.keys() >= {"date", "processor"} for row in layer.values())
+        assert all(row.keys() >= {"date", "versions"} for row in layer.values())
     rows = tables(record)
     page = PAGE.read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line in rows] == rows
 
 
-def test_a_row_has_its_own_date_and_processor(tmp_path, monkeypatch):
+def test_a_row_has_its_own_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.which_layer.FILE", tmp_path / "record.json")
-    for processor, part in (("old", "speed"), ("new", "learning")):
-        monkeypatch.setattr("benchmarks.which_layer.processor", lambda name=processor: name)
+    found = {"speed": {"jax": "old"}, "learning": {"jax": "new"}}
+    for part, versions in found.items():
+        monkeypatch.setattr("benchmarks.which_layer.versions", lambda each=versions: each)
         store("GRU", part, {})
     rows = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["layers"]["GRU"]
-    assert [row["processor"] for row in rows.values()] == ["old", "new"]
+    assert {part: row["versions"] for part, row in rows.items()} == found

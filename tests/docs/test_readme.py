@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import re
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +181,32 @@ def test_lists_in_prose_name_every_architecture():
         whole = {name for name, dots in written if not dots}
         starts = tuple(name for name, dots in written if dots)
         assert not [name for name in models if name not in whole and not name.startswith(starts)]
+
+
+# A model is recurrent if its source has either of these: its state cannot go back to an earlier
+# token, or some layers need a mask of padding because they do not attend. MiniMax, LFM2 and Inkling
+# lack the first, and RWKV, Mamba, xLSTM and RecurrentGemma the second.
+RECURRENT = "_is_stateful = True", "create_recurrent_attention_mask"
+NOT_RECURRENT = {"deepseek_v4": "its state cannot go back because it holds compressed keys"}
+
+
+def test_the_table_of_recurrent_models_in_transformers_is_complete():
+    """A recurrent model that transformers adds is noticed. Sources are read, but not imported."""
+    pytest.importorskip("transformers")
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    folder = Path(inspect.getfile(modeling_auto)).parents[1]
+    family = {name: config.family for config in architectures() for name in config.model_types}
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    rows = []
+    for name in sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_RECURRENT):
+        module = folder / configuration_auto.model_type_to_module_name(name)
+        sources = [file.read_text(encoding="utf-8") for file in module.glob("modeling_*.py")]
+        if not any(mark in source for mark in RECURRENT for source in sources):
+            continue
+        loaded = family.get(name)
+        since = [text.split()[0] for text in versions if loaded and names(text, loaded)]
+        rows.append(f"| `{name}` | {loaded or 'not yet'} | {since[-1] if since else ''} |\n")
+    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| `model_type` \|.*\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert table == "".join(rows)

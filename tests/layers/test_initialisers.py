@@ -23,7 +23,7 @@ INITS = {
 
 def partitioned(name):
     known = inspect.signature(getattr(jax_models, name).__init__).parameters
-    no_bias = ("RGLRU", "GatedMLP", "MLP", "ShortConvolution")  # by default
+    no_bias = ("RGLRU", "GatedMLP", "MLP", "ShortConvolution", "LatentAttention")  # by default
     unused = {"bias_init"} if name in no_bias else set()
     return {k: nnx.with_partitioning(*v) for k, v in INITS.items() if k in known.keys() - unused}
 

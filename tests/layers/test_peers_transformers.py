@@ -1,9 +1,10 @@
 """Compares layers with those of transformers.
 
 Gated DeltaNet is that of Qwen3-Next, Kimi Delta Attention is also that of Ling 3, Mamba is also
-that of FalconMamba and Jamba, and attention is that of StarCoder2 and Qwen3. The projections of
-Qwen3-Next are in another order. `tests/models/test_peers_hybrids.py` compares Mamba-2 and the
-layers of the hybrids, inside their models.
+that of FalconMamba and Jamba, attention is that of StarCoder2 and Qwen3, and latent attention is
+that of Kimi Linear and Ling 3. The projections of Qwen3-Next are in another order.
+`tests/models/test_peers_hybrids.py` compares Mamba-2 and the layers of the hybrids, inside their
+models.
 """
 
 from importlib import import_module
@@ -15,7 +16,15 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import Attention, GatedDeltaNet, KimiDeltaAttention, Mamba, from_torch, to_torch
+from jax_models import (
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentAttention,
+    Mamba,
+    from_torch,
+    to_torch,
+)
 from parity_tests import assert_parity
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -79,6 +88,35 @@ ATTENTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "num_hidden_layers": 1,
         },
         {"head_features": 10, "qk_norm": "head", "epsilon": 1e-3, "window": 3},
+    ),
+]
+
+LATENT = {
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "rms_norm_eps": 1e-3,  # the norms of latents keep 1e-6
+    "attn_implementation": "eager",
+}
+LATENTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("kimi_linear", "KimiLinear", {}, {}),
+    (
+        "kimi_linear",
+        "KimiLinear",
+        {"q_lora_rank": 8, "attention_bias": True},
+        {"query_features": 8, "use_bias": True},
+    ),
+    (
+        "bailing_hybrid",
+        "BailingHybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        {"rope_theta": 50.0, "output_gate": True},
     ),
 ]
 
@@ -184,6 +222,38 @@ def test_attention_is_that_of_transformers(family, config, options):
         layer,
         rng.standard_normal((2, 17, 24)),
         weights="qwen3_5",
+        call=lambda layer, x: layer(x)[0],
+        call_twin=call_twin,
+        dtypes=["float64"],
+    )
+
+
+@pytest.mark.parametrize(("name", "family", "config", "options"), LATENTS)
+def test_latent_attention_is_that_of_transformers(name, family, config, options):
+    """Ling 3, which is called Bailing there, rotates a part of the queries and keys."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(transformers, f"{family}Config")(**LATENT | config)
+    rotates = "rope_theta" in options
+    with InFloat64():
+        angles = module.BailingHybridRotaryEmbedding(config).double() if rotates else None
+        peer = getattr(module, f"{family}Attention")(config, layer_idx=0).double().eval()
+    rng = randomise(peer)
+
+    def call_twin(peer, x):
+        steps = torch.arange(x.shape[1])
+        mask = torch.where(steps <= steps[:, None], 0.0, -torch.inf).double()[None, None]
+        placed = {} if angles is None else {"position_embeddings": angles(x, steps[None])}
+        return peer(x, attention_mask=mask, **placed)[0]
+
+    with jax.enable_x64(True):
+        sizes = {"latent_features": 7, "key_features": 5, "shared_features": 4, "value_features": 6}
+        layer = LatentAttention(24, 3, **sizes, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
+    assert_parity(
+        peer,
+        layer,
+        rng.standard_normal((2, 17, 24)),
+        weights="deepseek",
         call=lambda layer, x: layer(x)[0],
         call_twin=call_twin,
         dtypes=["float64"],

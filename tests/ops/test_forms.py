@@ -252,7 +252,7 @@ def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
     masks = draw.masks() if kind == "local" else {}
     position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
-    shapes = "B T 4 P", "B T 2 P", "B T 2 P", "B H 2 P", "B H 2 P"
+    shapes = "B T 4 P", "B T 2 P", "B T 2 I", "B H 2 P", "B H 2 I"
 
     def run(method, q, k, v, keys, values):
         if kind == "whole":
@@ -357,18 +357,29 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("operator", "form", "kind", "seed"), [f for f in FORMS if not f.marks])
 def test_runs_under_a_set_mesh(operator, form, kind, seed, x64):
-    """Results are those without a mesh, also inside a `shard_map`."""
+    """Results are those without a mesh, also inside a `shard_map`.
+
+    The axes are Explicit, as `jax.make_mesh` makes them. An operator runs with Auto axes then.
+    """
     run, arrays, _ = CALLS[operator.name][0](kind, Draw(seed))
     run = partial(run, form.name)
     try:
         expected = jax.jit(run)(*arrays)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))):
         by_hand = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
         for function in (run, by_hand):
             found = jax.jit(function)(*arrays)
             jax.tree.map(partial(assert_same, what=form.name), found, expected)
+        jax.eval_shape(lambda *arrays: jax.vjp(run, *arrays)[1](expected), *arrays)
+
+
+def test_results_are_sharded_as_by_the_definition():
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))):
+        x = jax.device_put(jnp.ones((4, 3)), P(None, "data"))
+        for run in (scale, jax.jit(scale), jax.grad(lambda x: scale(x).sum())):
+            assert jax.typeof(run(x)).sharding.spec == P(None, "data")
 
 
 # The choice among forms
@@ -541,6 +552,17 @@ def test_a_modal_conv_whose_time_is_divided_runs_in_chunks(platform):
 
     tables = ops.forms_of(run, v, platform=platform)
     assert [table.chosen for table in tables] == ["chunked"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "features", "form"),
+    [(130, 64, 16, "definition"), (1024, 64, 64, "blocks"), (17, 3, 128, "blocks")],
+)
+def test_few_rows_with_small_matrices_run_by_the_definition(rows, groups, features, form):
+    arrays = jnp.ones((rows, features)), jnp.ones((groups, features, features))
+    sizes = jnp.ones(groups, jnp.int32)
+    [table] = ops.forms_of(ops.grouped_dot, *arrays, sizes, platform="cpu")
+    assert table.chosen == form
 
 
 # Forms of other packages

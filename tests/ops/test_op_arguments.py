@@ -138,6 +138,8 @@ ALLOWED = {
     ("online_conv", "v", "one along the last axis"),
     ("delayed", "state.inputs", "one more along the last axis"),
     ("delayed", "state.inputs", "one along the last axis"),
+    ("attention", "v", "one more along the last axis"),
+    ("attention", "v", "one along the last axis"),
     ("grouped_dot", "kernels", "one more along the last axis"),
     ("grouped_dot", "kernels", "one along the last axis"),
 }  # fmt: skip

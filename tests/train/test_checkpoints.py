@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -92,7 +93,7 @@ def test_another_checkpoint_under_its_name_is_noticed(folder, tmp_path):
 
 def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
     """It reads the newer checkpoints instead, and does not call any of them damaged."""
-    reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _difference
+    reader, restore, compare = Checkpoints(folder), ocp.PyTreeCheckpointer.restore, _difference
 
     def save(*steps: int) -> None:
         monkeypatch.undo()
@@ -103,12 +104,12 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
 
     def save_and_compare(*args):  # after the manifest is read, and before the files are
         save(4, 5, 6)
-        monkeypatch.setattr(reader._orbax, "restore", save_and_restore)
+        monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", save_and_restore)
         return compare(*args)
 
-    def save_and_restore(*args):
+    def save_and_restore(*args, **kwargs):
         save(7, 8, 9)
-        return restore(reader._orbax, *args)
+        return restore(*args, **kwargs)
 
     monkeypatch.setattr("train.run.checkpoints._difference", save_and_compare)
     chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
@@ -131,6 +132,19 @@ def test_a_state_of_another_model_is_refused(other, fault, written):
     with pytest.raises(CommandLineError, match=message):
         checkpoints.restore(other(state(0)))
     assert not checkpoints.damaged
+
+
+def test_only_the_selected_part_is_read(folder, monkeypatch):
+    read, restore = [], ocp.PyTreeCheckpointer.restore
+
+    def restore_and_record(*args, **kwargs):
+        read.append(restore(*args, **kwargs))
+        return read[-1]
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", restore_and_record)
+    found = Checkpoints(folder).restore(state(0), part=lambda state: state["moments"][1:])
+    chex.assert_trees_all_equal(found, state(NEWEST)["moments"][1:])
+    assert [array for array in jax.tree.leaves(read) if array is not ocp.PLACEHOLDER] == found
 
 
 def test_a_damaged_checkpoint_is_written_again(folder):
@@ -179,7 +193,9 @@ def test_a_write_that_ends_after_orbax_gave_up_is_not_reported(folder, monkeypat
     """On a full disk, orbax raises the first error, and later writes find its event loop closed."""
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    Checkpoints(folder).restore(state(0))
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(NEWEST + 1, state(NEWEST + 1), loss=0.0)
+    checkpoints.close()
     for message in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
     assert [str(each.exc_value) for each in reported] == ["another"]

@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_pa
     Run.open(folder).model()
     error = capsys.readouterr().err
     assert f"checkpoints/{STEPS}: the checkpoint is damaged: state/d/{path.name}: " in error
-    assert error.endswith("; resuming from step 20 instead\n")
+    assert error.endswith("; using the checkpoint of step 20 instead\n")
     command(folder)
     chex.assert_trees_all_equal(results(folder), whole)
     for path in (folder / "checkpoints").glob("*/manifest.json"):

@@ -171,5 +171,15 @@ def test_refuses_weights_of_another_model(init, args, fault, source, tmp_path):
     with pytest.raises(CommandLineError) as error:
         train_command.main([*args] if "--resume" in args else ["--out", str(folder), *args])
     assert re.search(fault.replace("[", r"\[").replace("]", r"\]"), str(error.value))
+    assert str(error.value).startswith("--init: ")
     assert "\n" not in str(error.value)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("lost", ["checkpoints/*", "config.json", "checkpoints/*/manifest.json"])
+def test_refuses_the_weights_of_a_damaged_run(lost, source, tmp_path):
+    copy = shutil.copytree(source.folder, tmp_path / "copy")
+    for path in copy.glob(lost):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(CommandLineError, match=f"^--init: {copy}.*: "):
+        train_command.main(["--out", str(tmp_path / "run"), "--init", str(copy)])

@@ -19,7 +19,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 import train.command.train as train_command
 from jax_models import (
@@ -30,16 +31,18 @@ from jax_models import (
     HawkLanguageModelConfig,
     HippogriffHawk,
     KimiDeltaAttention,
+    LightningAttention,
     LocalAttention,
     to_torch,
 )
 from jax_models.mesh_axes import declared_mesh_axes, last_axis, whole
-from jax_models.weights import checkpoint
+from jax_models.models.decoder import Decoder
+from jax_models.weights import checkpoint, transfer
 from parity_tests.registry import CASES
 from train.data.vocabulary import Characters
 from train.process.digest import leaves_by_path
 from train.run.config import TrainConfig
-from train.run.folder import Run, build_trainer
+from train.run.folder import EXPORTED, Run, build_trainer
 from train.trainer import initialization
 from train.trainer.mesh import MODEL, MeshConfig, build_mesh, param_specs
 from train.trainer.optimizer import OptimizerConfig, build_optimizer
@@ -141,10 +144,11 @@ def test_runs_as_on_one_device(on_eight_devices, model, meshes):
     on_eight_devices(compare, model, meshes)
 
 
-def start_divided(source: str, folder: Path) -> None:
-    """Asserts that no device holds a whole matrix at any time while a run starts.
+def start_and_end_divided(source: str, folder: Path) -> None:
+    """Asserts that no device holds a whole matrix at any time while a run starts and reports.
 
-    The parameters must be those that the model has when it is built on one device.
+    The parameters must be those that the model has when it is built on one device, and so must the
+    exported ones.
     """
     config = TrainConfig(
         config_of("GriffinLanguageModel", 8, vocab_size=VOCABULARY),
@@ -155,24 +159,36 @@ def start_divided(source: str, folder: Path) -> None:
     )
     vocabulary, model = Characters("ab"), config.model.build(rngs=nnx.Rngs(config.seed))
     expected = jax.device_get(nnx.state(model, nnx.Param))
-    smallest = min(x.size for x in jax.tree.leaves(expected) if x.ndim > 1)
-    num_large = sum(x.size >= smallest for x in jax.tree.leaves(expected))
+    sizes = [x.size for x in jax.tree.leaves(expected)]
+    smallest, largest = min(x.size for x in jax.tree.leaves(expected) if x.ndim > 1), max(sizes)
     save_file(to_torch(model), folder / "a.safetensors")
     run = Run.create(folder / "run", TrainConfig(config.model), vocabulary, "")
     run.checkpoints.save(0, build_trainer(run.config).initial_state(), None)
     run.checkpoints.close()
     earlier = {id(array): array for array in jax.live_arrays()}
 
-    def check() -> int:
-        large = [x for x in jax.live_arrays() if x.size >= smallest and id(x) not in earlier]
+    looks: list[int] = []
+
+    def check(least: int) -> int:
+        """Returns the number of arrays that are at least so large."""
+        new = [x for x in jax.live_arrays() if id(x) not in earlier]
+        large = [x for x in new if x.size >= least and jnp.issubdtype(x.dtype, jnp.floating)]
+        # To read an array, JAX makes an array of each of its shards, in the same memory.
+        divided = [x for x in large if len(x.devices()) > 1]
+        shards = [shard.data for x in divided for shard in x.addressable_shards]
+        memory = {shard.unsafe_buffer_pointer() for shard in shards}
+        large = [
+            x for x in large if len(x.devices()) > 1 or x.unsafe_buffer_pointer() not in memory
+        ]
         for array in large:
             part = array.sharding.shard_shape(array.shape)
             assert 8 * math.prod(part) == array.size, array.shape
+        looks.append(len(large))
         return len(large)
 
-    def checked(function):
+    def checked(function, least: int):
         def call(*args):
-            check()
+            check(least)
             return function(*args)
 
         return call
@@ -185,22 +201,40 @@ def start_divided(source: str, folder: Path) -> None:
             (checkpoint, "_read"),
             (Trainer, "initial_state"),
         ):
-            patch.setattr(*place, checked(getattr(*place)))
+            patch.setattr(*place, checked(getattr(*place), smallest))
         plan = train_command.Plan(config, vocabulary, {}, "", folder / "new")
         trainer, state = train_command.build_trainer_of_plan(plan)
         state = state or trainer.initial_state()
-    # The state has each matrix, its average and its two moments. The trainer has none of them.
-    assert check() == 4 * num_large
+        # The state has each matrix, its average and its two moments. The trainer has none of them.
+        assert check(smallest) == 4 * sum(size >= smallest for size in sizes)
+        # Look before each weight is written, before each call of a program that draws tokens, and
+        # before the twin runs. The state of a text is smaller than the largest matrices.
+        new = Run.create(folder / "new", config, vocabulary, "")
+        for place in (
+            (transfer, "_exported"),
+            (Decoder, "first"),
+            (Decoder, "steps"),
+            (train_command, "describe_errors"),
+        ):
+            patch.setattr(*place, checked(getattr(*place), largest))
+        looks.clear()
+        params = trainer.addressable(state.averaged_params)
+        train_command.report(new, trainer.model(params), Console(quiet=True))
+        assert len(looks) > len(sizes)
+        assert {*looks} == {4 * sizes.count(largest)}
     chex.assert_trees_all_equal(jax.device_get(state.params), expected)
     chex.assert_trees_all_equal(jax.device_get(state.averaged_params), expected)
-    del state
-    assert check() == 0
+    chex.assert_trees_all_equal(load_file(new.folder / EXPORTED), to_torch(model))
+    del state, params
+    assert check(smallest) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["scratch", "a.safetensors", "run"])
-def test_no_device_holds_a_whole_matrix_while_a_run_starts(on_eight_devices, source, tmp_path):
-    on_eight_devices(start_divided, source, tmp_path)
+def test_no_device_holds_a_whole_matrix_as_a_run_starts_and_ends(
+    on_eight_devices, source, tmp_path
+):
+    on_eight_devices(start_and_end_divided, source, tmp_path)
 
 
 @pytest.mark.slow
@@ -298,6 +332,7 @@ delta = partial(
     GatedDeltaNet, 32, num_key_heads=2, num_value_heads=4, key_features=8, value_features=6
 )
 kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
+lightning = partial(LightningAttention, 32, num_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +358,8 @@ kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
         (kimi, "f_proj.b_proj.kernel", 1),
         (partial(kimi, low_rank=False), "g_proj.kernel", 1),
         (kimi, "dt_bias", 0),
+        (lightning, "g_proj.kernel", 1),
+        (lightning, "out_proj.kernel", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

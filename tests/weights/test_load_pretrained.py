@@ -129,6 +129,18 @@ def test_every_family_is_read(name, tmp_path):
     assert_same_weights(to_torch(read), to_torch(model))
 
 
+@pytest.mark.parametrize(
+    "form", [lambda weights, f: save_file(weights, f / "model.safetensors"), folder_of_parts]
+)
+def test_other_files_of_a_folder_of_transformers_are_ignored(form, tmp_path):
+    """They are a second format of the weights, and the state of a training."""
+    form(weights_of(RWKV7), tmp_path)
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state.pth"):
+        torch.save({"a": torch.zeros(1)}, tmp_path / name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    assert_same_weights(to_torch(load_pretrained(tmp_path)), weights_of(RWKV7))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_is_read(form, tmp_path):
@@ -272,8 +284,11 @@ BAD = [
         index_of({"head.weight": "../model.safetensors"}),
     ),
     (
-        "expected one file of weights .*, got a.pth, model.safetensors",
-        lambda f: torch.save({"a": torch.zeros(1)}, f / "a.pth"),
+        "expected one file of weights .*, got a.pth, b.safetensors",
+        lambda f: (
+            torch.save({"a": torch.zeros(1)}, f / "a.pth"),
+            (f / "model.safetensors").rename(f / "b.safetensors"),
+        ),
     ),
     ("b.pth: refused, it is compressed", that_expands),
     (r"got the folder of a run: use --run .* twinscan\.Run\.open", like_a_run),

@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save
 
-from jax_models import LanguageModel, from_torch, to_torch
+from jax_models import LanguageModel
 from jax_models.options import checked_options
+from jax_models.weights.transfer import stored_weights
+from train.command.convert import write_file
 from train.process.files import whole
 from train.run.folder import Run
 from train.trainer.mesh import no_mesh
@@ -39,9 +40,12 @@ class Arguments:
 
 @checked_options
 def export(model: LanguageModel, path: Path) -> None:
-    """Writes the model's weights as a safetensors file of the twin's state_dict."""
+    """Writes the model's weights as a safetensors file of the twin's state_dict.
+
+    Devices may divide the weights, because each is put together in the memory of the host.
+    """
     with whole(path) as partial, doing(f"writing {path}"):
-        partial.write_bytes(save(to_torch(model)))
+        write_file(partial, stored_weights(model))
 
 
 def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
@@ -67,11 +71,17 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
     with torch.no_grad():
         twin_logits = twin.eval()(torch.tensor(tokens))[0].numpy()
         oracle = twin.double()(torch.tensor(tokens))[0].numpy()
-    model = from_torch(config.build(rngs=nnx.Rngs(0)), to_torch(model))
-    views = {"deterministic": True, "max_length": tokens.shape[1]}
-    model = nnx.view(model, raise_if_not_found=False, **views)
+
+    # The model that computes in float32 has the same parameters, which devices may divide.
+    @jax.jit
+    def float32_logits(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        built = config.build(rngs=nnx.Rngs(0))
+        nnx.update(built, params)
+        views = {"deterministic": True, "max_length": tokens.shape[1]}
+        return nnx.view(built, raise_if_not_found=False, **views)(tokens)[0]
+
     with jax.default_matmul_precision("highest"):
-        logits = jax.jit(lambda tokens: model(tokens)[0])(tokens)
+        logits = float32_logits(nnx.state(model, nnx.Param), tokens)
     scale = np.linalg.norm(oracle)
     jax_error, twin_error = (
         float(np.linalg.norm(each - oracle) / scale) for each in (np.asarray(logits), twin_logits)

@@ -1,6 +1,8 @@
 """Loads the initial weights of a new run, from another run or from a checkpoint."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from flax import nnx
@@ -33,7 +35,7 @@ def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
     """
     if is_run(path):
         # Compare the models before the weights are read. The source has its own kind of optimizer.
-        source = Run.open(path)
+        source = open_source(path)
         model = nnx.eval_shape(lambda: source.config.model.build(rngs=nnx.Rngs(0)))
         check_params(nnx.state(model, nnx.Param), trainer, path)
         config = dataclasses.replace(
@@ -42,7 +44,8 @@ def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
             num_steps=source.config.num_steps,
             freeze=source.config.freeze,
         )
-        return source.restore(build_trainer(config, source.vocabulary)).averaged_params
+        with faults_of_run():
+            return source.restore_params(build_trainer(config, source.vocabulary))
     with faults_of_checkpoint(path, FLAG), doing(f"reading {path}"):
         model = trainer.model(trainer.abstract_params)
         weights = without_other_parts(model.config, open_checkpoint(path).weights)
@@ -54,6 +57,21 @@ def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
             raise ValueError(f"{error}{broken}{hint}") from None
     check_params(params, trainer, path)  # loading may replace `a_param` of an RGLRU by `a`
     return params
+
+
+@contextlib.contextmanager
+def faults_of_run() -> Iterator[None]:
+    """Gives an error about the run whose weights are the initial ones the name of the option."""
+    try:
+        yield
+    except CommandLineError as error:
+        raise CommandLineError(f"{FLAG}{error}") from None
+
+
+def open_source(path: Path) -> Run:
+    """Opens the run whose weights are the initial ones."""
+    with faults_of_run():
+        return Run.open(path)
 
 
 def check_params(params: nnx.State, trainer: Trainer, path: Path) -> None:

@@ -19,7 +19,14 @@ from jax_models import LanguageModel, __version__, generate
 from jax_models.entry_points import broken_packages
 from jax_models.models.architecture import ENTRY_POINTS
 from train.command.export import describe_errors, export
-from train.command.initial_weights import FLAG, files_to_keep, is_run, model_config_of, read_params
+from train.command.initial_weights import (
+    FLAG,
+    files_to_keep,
+    is_run,
+    model_config_of,
+    open_source,
+    read_params,
+)
 from train.command.pretrained import faults_of_checkpoint, special_tokens, tokenizer_of
 from train.data.text import Text
 from train.data.vocabulary import NAMES, Vocabulary, first_token
@@ -141,7 +148,7 @@ def config_to_start_from(start: EarlyArguments) -> TrainConfig:
     if start.resume is not None:
         config = Run.open(start.resume).config
     elif start.init is not None and is_run(start.init):
-        source = Run.open(start.init).config
+        source = open_source(start.init).config
         try:
             config = dataclasses.replace(config, model=source.model) if start.preset else source
         except ValueError as error:
@@ -288,12 +295,12 @@ def make_plan(arguments: Arguments) -> Plan:
     check_tensorboard(config)
     # A run that is resumed, or that provides the initial weights, also provides the vocabulary.
     text = Text(config.text, config.separator)
-    source = arguments.resume or config.init
-    source_run = Run.open(source) if source is not None and is_run(source) else None
-    if source_run is None:
-        vocabulary = text.build_vocabulary(config.tokenizer, config.end_of_text)
+    if arguments.resume is not None:
+        vocabulary = Run.open(arguments.resume).vocabulary
+    elif config.init is not None and is_run(config.init):
+        vocabulary = open_source(config.init).vocabulary
     else:
-        vocabulary = source_run.vocabulary
+        vocabulary = text.build_vocabulary(config.tokenizer, config.end_of_text)
     parts = split(text.tokens(vocabulary, arguments.cache), config.window, config.val_rows)
     # Write down what later commands need: steps instead of epochs, and absolute paths.
     config = config.with_steps(len(parts["train"].rows))
@@ -421,6 +428,6 @@ def run_until_end(arguments: Arguments, console: Console) -> None:
             )
         state = train(run, trainer, plan.parts, console, state)
         with doing("writing the report"):
-            params = trainer.gather(state.averaged_params)
+            params = trainer.addressable(state.averaged_params)
             if is_first():
                 report(run, trainer.model(params), console)

@@ -140,8 +140,10 @@ class Checkpoints:
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
 
-    def restore(self, *likes: Any) -> Any:
+    def restore(self, *likes: Any, part: Callable[[Any], Any] = lambda state: state) -> Any:
         """Reads the newest intact checkpoint, with the structure and shardings of one of `likes`.
+
+        Only the arrays that `part` selects from the state are read and returned.
 
         Raises:
             FileNotFoundError: no checkpoint is intact; `damaged` says why.
@@ -151,7 +153,7 @@ class Checkpoints:
         while (step := self._agreed_step) is not None:
             state, fault = None, ""
             try:
-                state = self._read(step, likes)
+                state = self._read(step, likes, part)
             except DamagedError as error:
                 fault = str(error)
             if not gather_all([bool(fault)]).any():
@@ -269,7 +271,7 @@ class Checkpoints:
     def _exists(self, step: int) -> bool:
         return os.path.lexists(self.folder / str(step))
 
-    def _read(self, step: int, likes: Sequence[Any]) -> Any:
+    def _read(self, step: int, likes: Sequence[Any], part: Callable[[Any], Any]) -> Any:
         if not self._is_intact(step):
             raise DamagedError(self.damaged.get(step, "it is not there"))
         manifest = self._manifests[step]
@@ -283,8 +285,12 @@ class Checkpoints:
                 "may have begun the run; use that version)"
             )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        selected = {id(leaf) for leaf in jax.tree.leaves(part(abstract))}
+        wanted = jax.tree.map(lambda x: x if id(x) in selected else ocp.PLACEHOLDER, abstract)
+        args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted))
         try:
-            return self._orbax.restore(self.folder / str(step) / STATE, abstract)
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                return part(checkpointer.restore(self.folder / str(step) / STATE, args=args))
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise DamagedError(str(error).strip().splitlines()[0]) from None
 

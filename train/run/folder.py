@@ -175,17 +175,34 @@ class Run:
             CommandLineError: no checkpoint is intact.
 
         """
+        state = self._read_checkpoint(trainer, lambda state: state)
+        trained, _ = trainer.trainable.split(state.params)
+        like = trainer.abstract_state.optimizer_state
+        return state._replace(optimizer_state=convert_state(state.optimizer_state, trained, like))
+
+    def restore_params(self, trainer: Trainer) -> nnx.State:
+        """The parameters to evaluate and export, from the newest intact checkpoint.
+
+        Nothing else is read. Damaged newer checkpoints are reported, and the optimizer's options
+        may have changed, as in `restore`.
+
+        Raises:
+            CommandLineError: no checkpoint is intact.
+
+        """
+        return self._read_checkpoint(trainer, lambda state: state.averaged_params)
+
+    def _read_checkpoint(self, trainer: Trainer, part: Callable[[TrainState], T]) -> T:
+        """A part of the state in the newest intact checkpoint."""
         # A checkpoint may have another form of the optimizer's state.
         like = trainer.abstract_state
         likes = [like]
         trained, _ = trainer.trainable.split(like.params)
         for form in state_layouts(like.optimizer_state, trained):
             likes.append(like._replace(optimizer_state=form))
-        try:
-            with doing("reading the newest checkpoint"):
-                state = self.checkpoints.restore(*likes)
-        except FileNotFoundError:
-            state = None
+        state = None
+        with contextlib.suppress(FileNotFoundError), doing("reading the newest checkpoint"):
+            state = self.checkpoints.restore(*likes, part=part)
         # Say which checkpoints are damaged, even if an older one is intact.
         faults = [
             f"{self.checkpoints.folder / str(step)}: the checkpoint is damaged: {fault}"
@@ -196,10 +213,9 @@ class Run:
         if state is None:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
-            print(f"{fault}; resuming from step {int(state.step)} instead", file=sys.stderr)
-        trained, _ = trainer.trainable.split(state.params)
-        optimizer_state = convert_state(state.optimizer_state, trained, like.optimizer_state)
-        return state._replace(optimizer_state=optimizer_state)
+            step = self.checkpoints.latest_step
+            print(f"{fault}; using the checkpoint of step {step} instead", file=sys.stderr)
+        return state
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
@@ -211,7 +227,7 @@ class Run:
         config = dataclasses.replace(self.config, mesh=MeshConfig())
         with doing("building the model"):
             trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
-        return trainer, self.restore(trainer).averaged_params
+        return trainer, self.restore_params(trainer)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Appends a line to `metrics.jsonl`, in the first process only.

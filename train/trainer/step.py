@@ -213,8 +213,14 @@ class Trainer:
 
         return jax.make_array_from_callback(shape, self.sharding(len(shape)), read)
 
-    def gather(self, params: nnx.State) -> nnx.State:
-        """The whole parameters on one device of this process."""
+    def addressable(self, params: nnx.State) -> nnx.State:
+        """The parameters as arrays that this process can read.
+
+        They keep their shardings if all devices belong to this process. Otherwise, they are whole
+        on one of its devices.
+        """
+        if jax.process_count() == 1:
+            return params
         everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere(params))
 

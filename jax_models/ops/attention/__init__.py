@@ -36,13 +36,13 @@ AttentionMethod = Annotated[str, "auto or the name of a form"]
 def attention(
     q: Float[Array, "batch time heads head_features"],
     k: Float[Array, "batch keys kv_heads head_features"],
-    v: Float[Array, "batch keys kv_heads head_features"],
+    v: Float[Array, "batch keys kv_heads value_features"],
     mask: Bool[Array, "batch time keys"] | None = None,
     *,
     window: Annotated[int, checked_size] | None = None,
     dropout: Callable[[Array], Array] | None = None,
     method: AttentionMethod = "auto",
-) -> Float[Array, "batch time heads head_features"]:
+) -> Float[Array, "batch time heads value_features"]:
     """Computes `softmax(q kᵀ / √head_features) v` of each head, over the keys in a step's mask.
 
         >>> q, k, v = jnp.ones((3, 8, 100, 4, 16))
@@ -54,7 +54,8 @@ def attention(
     CPU, "large_tiles", or "definition". The definition computes all scores at once. It is the only
     form with a mask or dropout.
 
-    Each head of k and v is shared by `heads / kv_heads` neighboring heads of q.
+    Each head of k and v is shared by `heads / kv_heads` neighboring heads of q. The heads of v may
+    have another size than those of q and k.
 
     The softmax is in at least float32, and `dropout` is applied to its weights. If the query of a
     step is not finite, or any key or value in its mask, the output of the step is NaN, and other
@@ -87,11 +88,11 @@ def attention(
 
 def causal_attention(
     call: CausalAttention, method: str, dropout: Callable[[Array], Array] | None = None
-) -> Float[Array, "batch time heads head_features"]:
+) -> Float[Array, "batch time heads value_features"]:
     """Runs the form that `method` names. With dropout, there is only the definition."""
     check_heads(call.q, call.k)
     if not is_symbolic_dim(call.q.shape[1]) and call.q.shape[1] == 0:
-        return call.q
+        return jnp.repeat(call.q[..., :1], call.v.shape[3], axis=3)
     if dropout is None:
         return ATTENTION(match_varying_axes(call), method)
     _refuse_tiles(method)

@@ -20,7 +20,7 @@ class LocalAttentionState(NamedTuple):
     position: Int[Array, " batch"]
     """Number of steps of the document so far."""
     keys: Float[Array, "batch slots kv_heads head_features"]
-    values: Float[Array, "batch slots kv_heads head_features"]
+    values: Float[Array, "batch slots kv_heads value_features"]
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class CausalAttention:
     q: Float[Array, "batch time heads head_features"]
     k: Float[Array, "batch keys kv_heads head_features"]
     """Each head is shared by `heads / kv_heads` neighboring heads of q."""
-    v: Float[Array, "batch keys kv_heads head_features"]
+    v: Float[Array, "batch keys kv_heads value_features"]
     first: Int[Array, "batch time"]
     """The first step that each step sees. Negative if the step sees some of the `past`."""
     past: LocalAttentionState
@@ -44,7 +44,7 @@ class CausalAttention:
 
 
 @jax.jit  # else each operation of an eager call would be compiled by itself
-def run(call: CausalAttention) -> Float[Array, "batch time heads head_features"]:
+def run(call: CausalAttention) -> Float[Array, "batch time heads value_features"]:
     """Computes the scores of all steps and all keys, past and new."""
     return masked_attention(call.q, *keys_and_mask(call))
 
@@ -65,10 +65,10 @@ def keys_and_mask(call: CausalAttention) -> tuple[Array, Array, Bool[Array, "bat
 def masked_attention(
     q: Float[Array, "batch time heads head_features"],
     k: Float[Array, "batch keys kv_heads head_features"],
-    v: Float[Array, "batch keys kv_heads head_features"],
+    v: Float[Array, "batch keys kv_heads value_features"],
     mask: Bool[Array, "batch time keys"],
     dropout: Callable[[Array], Array] | None = None,
-) -> Float[Array, "batch time heads head_features"]:
+) -> Float[Array, "batch time heads value_features"]:
     """Computes `softmax(q kᵀ / √head_features) v` of each head, over the keys in a step's mask.
 
     The output of a step is NaN if its query, or a key or value in its mask, is not finite, and zero
@@ -93,7 +93,7 @@ def masked_attention(
     weights = jnp.where(seen, weights, 0).astype(q.dtype)
     weights = weights if dropout is None else dropout(weights)
     weights = weights.reshape(batch, *groups, time, k.shape[1])
-    y = jnp.einsum("bkgts,bskf->btkgf", weights, v).reshape(batch, time, heads, features)
+    y = jnp.einsum("bkgts,bskf->btkgf", weights, v).reshape(batch, time, heads, v.shape[3])
     return jnp.where(faulty[..., None, None], jnp.nan, _zero_where(empty, y))
 
 

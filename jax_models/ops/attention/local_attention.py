@@ -1,7 +1,7 @@
 """Causal attention over a window."""
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,16 +10,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.checks.arguments import checked
 from jax_models.ops.attention import AttentionMethod, causal_attention
 from jax_models.ops.attention.definition import CausalAttention, LocalAttentionState
-from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
+from jax_models.ops.rows import DividedMasks, Rows, at_end, given_rows, positions_after
 from jax_models.ops.shard_map_axes import match_varying_axes
 from jax_models.ops.time_axis import states_between
+
+State = TypeVar("State", bound=Any)
+"""A NamedTuple of the position and the arrays of the last steps."""
 
 
 @checked()
 def local_attention(
     q: Float[Array, "batch time heads head_features"],
     k: Float[Array, "batch time kv_heads head_features"],
-    v: Float[Array, "batch time kv_heads head_features"],
+    v: Float[Array, "batch time kv_heads value_features"],
     state: LocalAttentionState,
     *,
     empty: bool = False,
@@ -27,7 +30,7 @@ def local_attention(
     dropout: Callable[[Array], Array] | None = None,
     method: AttentionMethod = "auto",
     **masks: Unpack[DividedMasks],
-) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
+) -> tuple[Float[Array, "batch time heads value_features"], LocalAttentionState]:
     """Computes the `attention` of each step over itself and the window − 1 steps before it.
 
     Steps do not see other documents. The window is the number of slots of the state plus one, and T
@@ -43,46 +46,71 @@ def local_attention(
     With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
     its window. `lengths` must then be None.
     """
+    past = {"empty": empty, "holds_whole_document": holds_whole_document}
     rows = given_rows(masks)
+    return cached_attention(q, (k, v), state, lambda k, v: (k, v), dropout, method, rows, **past)
 
-    def after(piece: tuple[Array, Array, Array | None], state: LocalAttentionState):
+
+def cached_attention(
+    q: Float[Array, "batch time heads head_features"],
+    new: tuple[Float[Array, "batch time _ _"], ...],
+    state: State,
+    keys_and_values: Callable[..., tuple[Array, Array]],
+    dropout: Callable[[Array], Array] | None,
+    method: str,
+    rows: Rows,
+    *,
+    empty: bool,
+    holds_whole_document: bool,
+) -> tuple[Float[Array, "batch time heads value_features"], State]:
+    """Like `local_attention`, with a state of any arrays.
+
+    The state holds the position and, for each of the last steps, those arrays of which `new` has
+    the steps of this call. `keys_and_values` computes keys and values from them.
+    """
+
+    def after(piece: tuple[tuple[Array, ...], Array | None], state: State) -> State:
         return _written(state, *piece, rows.lengths)
 
-    # Over devices, the keys and values before this device's steps come from the other devices.
+    # Over devices, the arrays from before this device's steps come from the other devices.
     if rows.time_axis is None:
-        last = after((k, v, rows.reset), state)
+        last = after((new, rows.reset), state)
     else:
-        state, last = states_between(after, (k, v, rows.reset), state, rows.time_axis)
+        state, last = states_between(after, (new, rows.reset), state, rows.time_axis)
         empty = False
     # Steps are numbered relative to the first query, so those of the past are negative.
-    slots = state.keys.shape[1]
-    positions = positions_after(state.position, q.shape[1], rows.reset)
+    slots = state[1].shape[1]
+    positions = positions_after(state[0], q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
     reads_past = bool(slots) and not empty
     is_step = q.shape[1] == 1 and rows.lengths is None and rows.time_axis is None
     if reads_past and holds_whole_document and dropout is None and is_step:
         # A single step reads the updated cache. If it read the old one, XLA would have to copy it.
-        state, k, v, first = last, k[:, :0], v[:, :0], first - 1
-    past = state if reads_past else state._replace(keys=k[:, :0], values=v[:, :0])
+        past = LocalAttentionState(last[0], *keys_and_values(*last[1:]))
+        k, v = (a[:, :0].astype(q.dtype) for a in past[1:])
+        first = first - 1
+    else:
+        k, v = keys_and_values(*new)
+        kept = keys_and_values(*state[1:]) if reads_past else (k[:, :0], v[:, :0])
+        past = LocalAttentionState(state[0], *kept)
     call = CausalAttention(q, k, v, first, past, window=slots + 1)
     return causal_attention(call, method, dropout), last
 
 
 def _written(
-    state: LocalAttentionState,
-    k: Float[Array, "batch time kv_heads head_features"],
-    v: Float[Array, "batch time kv_heads head_features"],
+    state: State,
+    new: tuple[Float[Array, "batch time _ _"], ...],
     reset: Bool[Array, "batch time"] | None,
     lengths: Int[Array, " batch"] | None,
-) -> LocalAttentionState:
-    """Returns the state after the steps: the last keys and values of each row's last document."""
-    batch_size, time, *_ = k.shape
-    positions = positions_after(state.position, time, reset)
-    position = at_end(state.position, positions + 1, lengths)
-    slots = state.keys.shape[1]
+) -> State:
+    """Returns the state after the steps: the last arrays of each row's last document."""
+    batch_size, time, *_ = new[0].shape
+    positions = positions_after(state[0], time, reset)
+    position = at_end(state[0], positions + 1, lengths)
+    slots = state[1].shape[1]
     if not slots or time == 0:
-        return state._replace(position=position)
+        return type(state)(position, *state[1:])
     # Find the step of the key that each slot holds at the end, negative if it is in the cache.
     end = time if lengths is None else lengths[:, None].astype(position.dtype)
     slot = jnp.arange(slots, dtype=position.dtype)[None]
@@ -106,4 +134,4 @@ def _written(
         new = jnp.take_along_axis(new, step[..., None, None], axis=1, mode="clip")
         return jnp.where(is_new[..., None, None], new, cache)
 
-    return LocalAttentionState(position, written(state.keys, k), written(state.values, v))
+    return type(state)(position, *map(written, state[1:], new))

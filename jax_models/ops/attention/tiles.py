@@ -118,9 +118,9 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
 
         return _loop(add, before, pairs)
 
-    nothing = _zeros(queries.q)
-    lowest = jnp.full_like(nothing[..., :1], jnp.finfo(nothing.dtype).min)
-    result = _Softmax(lowest, nothing[..., :1], nothing)
+    nothing = _zeros(queries.q[..., :1])
+    lowest = jnp.full_like(nothing, jnp.finfo(nothing.dtype).min)
+    result = _Softmax(lowest, nothing, jnp.repeat(nothing, v.shape[3], axis=-1))
     if k.shape[1]:
         own = _keys(k, v, _steps(k, masks[0]), tiling.tile)
         if tiling.rows == 1:
@@ -243,7 +243,8 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     that sees it. The value becomes 0, because a weight of 0 times NaN would make other queries NaN,
     too.
     """
-    k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
+    finite = jnp.isfinite(k) & jnp.isfinite(v).all(axis=-1, keepdims=True)
+    k = jnp.where(finite, k, jnp.nan)
     steps = tiles(steps[..., None, None], tile, 1, AFTER_ALL_QUERIES).mT
     return _Keys(tiles(k, tile), tiles(_finite(v), tile), steps)
 
@@ -254,7 +255,7 @@ def _over_past(
     step: Callable[[Carry, _Keys, Any], Carry],
     carry: Carry,
     k: Float[Array, "batch slots kv_heads head_features"],
-    v: Float[Array, "batch slots kv_heads head_features"],
+    v: Float[Array, "batch slots kv_heads value_features"],
     position: Int[Array, " batch"],
 ) -> Carry:
     """Runs `step(carry, keys, start)` over tiles of the filled slots, which begin at slot `start`.

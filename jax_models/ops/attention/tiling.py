@@ -66,9 +66,9 @@ def tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
 
 
 def untiled(x: Array, like: Array) -> Array:
-    """The inverse of `tiles`: returns an array of the shape of `like`."""
-    batch, steps, heads, features = like.shape
-    count, _, kv_heads, rows, _ = x.shape
+    """The inverse of `tiles`: returns an array with the batch, steps and heads of `like`."""
+    batch, steps, heads, _ = like.shape
+    count, _, kv_heads, rows, features = x.shape
     group = heads // kv_heads
     x = x.reshape(count, batch, kv_heads, group, rows // group, features)
     x = x.transpose(1, 0, 4, 2, 3, 5)

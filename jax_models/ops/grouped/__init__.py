@@ -1,5 +1,6 @@
 """Matrix products of groups of rows, each group with a matrix of its own."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from jaxtyping import Array, Float, Int
@@ -12,42 +13,27 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 
-def dot_derivative(operator: Operator, method: str, call: Products, d_call: Products):
-    """Returns the products and their tangents, which consist of grouped products."""
-    tangents = d_call.x, d_call.kernels
-    return operator(call, method), linear_map(_dot_tangent, _dot_gradient, call, tangents, method)
+def _derivative(gradient: Any, operator: Operator, method: str, call: Any, d_call: Any):
+    """Returns the products and their tangents, which consist of such products."""
+    d_arrays = d_call[:2]
+    return operator(call, method), linear_map(_tangent, gradient, call, d_arrays, operator, method)
 
 
-def _dot_tangent(method: str, call: Products, tangents):
-    """`dy_i = dx_i W_g(i) + x_i dW_g(i)`."""
-    d_x, d_kernels = tangents
-    of_x = GROUPED_DOT(call._replace(x=d_x), method)
-    return of_x + GROUPED_DOT(call._replace(kernels=d_kernels), method)
+def _tangent(operator: Operator, method: str, call: Products | OuterProducts, tangents):
+    """The product rule, such as `dy_i = dx_i W_g(i) + x_i dW_g(i)`."""
+    (first, second, groups), (d_first, d_second) = call, tangents
+    of_first = operator(type(call)(d_first, second, groups), method)
+    return of_first + operator(type(call)(first, d_second, groups), method)
 
 
-def _dot_gradient(method: str, call: Products, dy):
-    """The transpose of `_dot_tangent`."""
+def _dot_gradient(operator: Operator, method: str, call: Products, dy):
+    """The transpose of the tangent of products."""
     d_x = GROUPED_DOT(Products(dy, call.kernels.mT, call.groups), method)
     return d_x, GROUPED_OUTER(OuterProducts(call.x, dy, call.groups), method)
 
 
-def outer_derivative(operator: Operator, method: str, call: OuterProducts, d_call: OuterProducts):
-    """Returns the sums and their tangents, which consist of such sums."""
-    tangents = d_call.x, d_call.y
-    return operator(call, method), linear_map(
-        _outer_tangent, _outer_gradient, call, tangents, method
-    )
-
-
-def _outer_tangent(method: str, call: OuterProducts, tangents):
-    """`dW_g = Σ_i dx_i y_iᵀ + x_i dy_iᵀ`."""
-    d_x, d_y = tangents
-    of_x = GROUPED_OUTER(call._replace(x=d_x), method)
-    return of_x + GROUPED_OUTER(call._replace(y=d_y), method)
-
-
-def _outer_gradient(method: str, call: OuterProducts, d_kernels):
-    """The transpose of `_outer_tangent`."""
+def _outer_gradient(operator: Operator, method: str, call: OuterProducts, d_kernels):
+    """The transpose of the tangent of outer products."""
     d_x = GROUPED_DOT(Products(call.y, d_kernels.mT, call.groups), method)
     return d_x, GROUPED_DOT(Products(call.x, d_kernels, call.groups), method)
 
@@ -56,7 +42,7 @@ def _forms(by_ragged: Any, by_blocks: Any, by_definition: Any) -> tuple[Form, ..
     """The forms of an operator, with the function that runs each."""
     return (
         Form("ragged", by_ragged, ("cuda", "tpu"), ragged.refusal),
-        Form("blocks", by_blocks, refusal=blocks.refusal),
+        Form("blocks", by_blocks, refusal=blocks.refusal, pays=blocks.pays),
         Form("definition", by_definition),
     )
 
@@ -64,12 +50,12 @@ def _forms(by_ragged: Any, by_blocks: Any, by_definition: Any) -> tuple[Form, ..
 GROUPED_DOT = Operator(
     "grouped_dot",
     _forms(ragged.run, blocks.run, definition.run),
-    derivative=dot_derivative,
+    derivative=partial(_derivative, _dot_gradient),
 )
 GROUPED_OUTER = Operator(
     "grouped_outer",
     _forms(ragged.run_outer, blocks.run_outer, definition.run_outer),
-    derivative=outer_derivative,
+    derivative=partial(_derivative, _outer_gradient),
 )
 """The gradient of the matrices: the sum of outer products of each group's rows."""
 
@@ -96,7 +82,8 @@ def grouped_dot(
 
     `method` names the form that runs: "ragged" (`jax.lax.ragged_dot`), which "auto" chooses on a
     GPU and a TPU; "blocks", which multiplies blocks of the rows of one group, and which "auto"
-    chooses elsewhere; or "definition", which reads a matrix for each row.
+    chooses elsewhere; or "definition", which copies a matrix for each row, and which "auto" chooses
+    for few rows with small matrices.
 
     Raises:
         NotImplementedError: the form does not support the call.

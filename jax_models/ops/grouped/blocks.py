@@ -21,6 +21,9 @@ A block should have about half as many rows as a group: the last block of each g
 that are thrown away, and the smaller the blocks, the more often the matrix of the group is read.
 """
 
+BLOCK_COST = 20_000
+"""How many numbers of matrices the definition copies in the time that a block takes at least."""
+
 
 class Block(NamedTuple):
     """Some rows of one group."""
@@ -35,6 +38,14 @@ class Block(NamedTuple):
 def refusal(call: Products | OuterProducts) -> str | None:
     """The size of a block depends on the number of rows."""
     return "it needs a number of rows that is known" if is_symbolic_dim(call.x.shape[0]) else None
+
+
+def pays(call: Products | OuterProducts, platform: str, differentiated: bool) -> bool:
+    """Few rows with small matrices take less time by the definition, as measured on a CPU."""
+    rows, features = call.x.shape
+    groups = len(call.groups.ends)
+    blocks = groups + rows // max(block_size(rows, groups), 1)
+    return rows * features * call[1].shape[-1] >= BLOCK_COST * blocks
 
 
 def block_size(rows: int, groups: int) -> int:
@@ -54,7 +65,7 @@ def over_blocks(rows: int, groups: Groups, step: Callable[[Block, Any], Any], in
     last = jnp.cumsum(counts)
 
     def run(index, carry):
-        group = jnp.searchsorted(last, index, side="right")
+        group = jnp.searchsorted(last, index, side="right", method="compare_all")
         first = groups.starts[group] + (index - last[group] + counts[group]) * size
         # The last rows are read from an earlier row on, so that they fill a block.
         start = jnp.minimum(first, rows - size)

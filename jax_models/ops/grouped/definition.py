@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_models.ops.affine import carry_dtype
+
 
 class Groups(NamedTuple):
     """The groups of sorted rows: group g consists of the rows from `starts[g]` to `ends[g]`."""
@@ -22,7 +24,7 @@ class Groups(NamedTuple):
     def of_rows(self, count: int) -> Int[Array, " rows"]:
         """Returns the group of each row, or the number of groups for rows after the last group."""
         row = jnp.arange(count, dtype=self.ends.dtype)
-        return jnp.searchsorted(self.ends, row, side="right")
+        return jnp.searchsorted(self.ends, row, side="right", method="compare_all")
 
 
 class Products(NamedTuple):
@@ -51,5 +53,6 @@ def run(call: Products) -> Float[Array, "rows out"]:
 def run_outer(call: OuterProducts) -> Float[Array, "groups features out"]:
     """Computes `Σ_i x_i y_iᵀ` over the rows of each group."""
     group = call.groups.of_rows(call.x.shape[0])
-    is_member = jax.nn.one_hot(group, len(call.groups.ends), dtype=call.x.dtype)
-    return jnp.einsum("rg,ri,ro->gio", is_member, call.x, call.y)
+    wide = carry_dtype(call.x.dtype)
+    products = jnp.einsum("ri,ro->rio", call.x, call.y, preferred_element_type=wide)
+    return jax.ops.segment_sum(products, group, len(call.groups.ends)).astype(call.x.dtype)
