@@ -29,6 +29,7 @@ from jax_models.layers.hyper_lstm import *
 from jax_models.layers.kimi_delta_attention import *
 from jax_models.layers.latent_attention import *
 from jax_models.layers.layer_norm_lstm import *
+from jax_models.layers.lightning_attention import *
 from jax_models.layers.load_balancing import *
 from jax_models.layers.local_attention import *
 from jax_models.layers.lru import *
@@ -62,11 +63,13 @@ from jax_models.models.hawk import *
 from jax_models.models.hippogriff import *
 from jax_models.models.hyena_dna import *
 from jax_models.models.jamba import *
+from jax_models.models.kimi_linear import *
 from jax_models.models.language_model import *
 from jax_models.models.lfm2 import *
 from jax_models.models.load import *
 from jax_models.models.mamba import *
 from jax_models.models.mamba2 import *
+from jax_models.models.minimax import *
 from jax_models.models.nemotron_h import *
 from jax_models.models.olmo_hybrid import *
 from jax_models.models.qwen3_5 import *

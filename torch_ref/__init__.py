@@ -20,6 +20,7 @@ from torch_ref.layers.hyper_lstm import *
 from torch_ref.layers.kimi_delta_attention import *
 from torch_ref.layers.latent_attention import *
 from torch_ref.layers.layer_norm_lstm import *
+from torch_ref.layers.lightning_attention import *
 from torch_ref.layers.local_attention import *
 from torch_ref.layers.lru import *
 from torch_ref.layers.lstm import *
@@ -48,9 +49,11 @@ from torch_ref.models.hawk import *
 from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
 from torch_ref.models.jamba import *
+from torch_ref.models.kimi_linear import *
 from torch_ref.models.lfm2 import *
 from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *
+from torch_ref.models.minimax import *
 from torch_ref.models.nemotron_h import *
 from torch_ref.models.olmo_hybrid import *
 from torch_ref.models.qwen3_5 import *

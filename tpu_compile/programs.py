@@ -60,10 +60,17 @@ def different_layers(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
-    """The layer of a case on one chip: its forward pass, and the gradients of its weights."""
-    for part, lower in (("forward", lower_forward), ("and backward", lower_backward)):
-        sharding = SingleDeviceSharding(*topology.chips)
-        yield Program(case.name, part, topology.name, partial(lower, case, sharding))
+    """The layer of a case on one chip: its forward pass, and the same with the weights' gradients.
+
+    An operator may take another form where no gradient is computed. Of a language model, the
+    forward pass alone would only show again what those of its layers show.
+    """
+    sharding = SingleDeviceSharding(*topology.chips)
+    if case.config is None:
+        forward = partial(lower_forward, case, sharding)
+        yield Program(case.name, "forward", topology.name, forward)
+    backward = partial(lower_backward, case, sharding)
+    yield Program(case.name, "and backward", topology.name, backward)
 
 
 def kernel_programs(topology: Topology) -> Iterator[Program]:

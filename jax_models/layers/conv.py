@@ -16,6 +16,7 @@ from jax_models.ops import CausalConv1DState, Rows
 from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, SharedLayer, Table, Weight, same
+from jax_models.weights.rows import namespace
 
 
 class CausalConv1D(SharedLayer, SequenceLayer[CausalConv1DState]):
@@ -110,3 +111,22 @@ class CausalConv1D(SharedLayer, SequenceLayer[CausalConv1DState]):
     def torch_layouts(self) -> Layouts:
         """`hf`: a depthwise `torch.nn.Conv1d`; and the layouts that the architectures declare."""
         return super().torch_layouts() | {"hf": self.torch_rows()}
+
+
+def in_thirds(kernel: str, keys: Sequence[str]) -> Weight:
+    """The row of a kernel that is exported in equal thirds and imported from parts of any size.
+
+    transformers divides the channels into equal thirds, even if q, k and v have other sizes.
+    """
+
+    def to_torch(a):
+        third = -(-a.shape[1] // 3)
+        return tuple(namespace(a).split(a.T[:, None], [third, 2 * third]))
+
+    return Weight(
+        (kernel,),
+        tuple(keys),
+        lambda *parts: (namespace(parts[0]).concat([part[:, 0].T for part in parts], axis=1),),
+        to_torch,
+        any_division=True,
+    )

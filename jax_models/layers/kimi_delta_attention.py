@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.checks.values import Positive
-from jax_models.layers.conv import CausalConv1D
+from jax_models.layers.conv import CausalConv1D, in_thirds
 from jax_models.layers.gated_delta_net import bias_of_log_uniform, log_of_uniform
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
@@ -20,7 +20,7 @@ from jax_models.ops import CausalConv1DState, carry_dtype
 from jax_models.ops.delta import GATED_DELTA_RULE
 from jax_models.options import Initializer, MatrixOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
+from jax_models.weights import Layouts, Table, linear, nested, rms_norm, same, squeezed
 
 
 class LowRankLinear(nnx.Module):
@@ -85,7 +85,8 @@ class KimiDeltaAttention(SequenceLayer[KimiDeltaAttentionState]):
         ValueError: a size or epsilon is not positive, min_log_decay is not negative, or there is no
             such method.
 
-    Layouts: `kimi_linear` if `low_rank`, else `bailing_hybrid` (Ling 3).
+    Layouts: `kimi_linear` if `low_rank`, else `bailing_hybrid` (Ling 3): the modules of
+    transformers. `kimi_linear-file`: its files, which have three convolutions.
 
     Source: Kimi Team 2025 (Kimi Linear, arXiv 2510.26692).
 
@@ -201,22 +202,31 @@ class KimiDeltaAttention(SequenceLayer[KimiDeltaAttentionState]):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`kimi_linear` or `bailing_hybrid`: the keys of the modules in transformers."""
+        """`kimi_linear` or `bailing_hybrid`: the keys of the modules in transformers, and files."""
+        convs = [f"{name}_conv1d.weight" for name in "qkv"]
+        of_modules = nested(self.conv.torch_rows(), "conv", "conv1d")
+        if not self.low_rank:
+            return {"bailing_hybrid": [*self._rows("forget_gate."), *of_modules]}
+        return {
+            "kimi_linear": [*self._rows("forget_gate."), *of_modules],
+            "kimi_linear-file": [*self._rows(""), in_thirds("conv.kernel", convs)],
+        }
+
+    def _rows(self, forget_gate: str) -> Table:
+        """The rows of all but the convolution. The keys of decays begin with `forget_gate`."""
         matrices = [(f"{name}_proj", f"{name}_proj") for name in "qkvbo"]
-        gates = ("f_proj", "forget_gate.f"), ("g_proj", "g")
+        gates = ("f_proj", f"{forget_gate}f"), ("g_proj", "g")
         if self.low_rank:
-            layout, A_log = "kimi_linear", squeezed("A_log", "forget_gate.A_log", (0, 1, 3))
+            A_log = squeezed("A_log", f"{forget_gate}A_log", (0, 1, 3))
             matrices += [
                 (f"{name}.{i}_proj", f"{key}_{i}_proj") for name, key in gates for i in "ab"
             ]
         else:
-            layout, A_log = "bailing_hybrid", same("A_log", "forget_gate.A_log")
+            A_log = same("A_log", f"{forget_gate}A_log")
             matrices += [(name, f"{key}_proj") for name, key in gates]
-        table = [
+        return [
             A_log,
-            same("dt_bias", "forget_gate.dt_bias"),
+            same("dt_bias", f"{forget_gate}dt_bias"),
             *(row for names in matrices for row in linear(*names, bias=False)),
-            *nested(self.conv.torch_rows(), "conv", "conv1d"),
             *rms_norm("norm", "o_norm"),
         ]
-        return {layout: table}

@@ -3,11 +3,12 @@
 __all__ = ["OLMoHybridLanguageModel", "OLMoHybridLanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from jax_models.layers.attention import Attention
+from jax_models.layers.conv import in_thirds
 from jax_models.layers.gated_delta_net import GatedDeltaNet, bias_of_log_uniform, log_of_uniform
 from jax_models.models.architecture import Checkpoint, Fields
 from jax_models.models.hf import kinds_by_key
@@ -22,8 +23,7 @@ from jax_models.models.hybrid import (
 )
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
-from jax_models.weights.rows import namespace
+from jax_models.weights import Layouts, layouts_of, linear, nested, rms_norm, same
 
 INPUT, ATTENTION, MLP = (
     "input_layernorm",
@@ -198,22 +198,3 @@ def attention_layouts(attention: Attention) -> Layouts:
         return {}
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {"olmo_hybrid": attention.rows(*projections, "q_norm", "k_norm")}
-
-
-def in_thirds(kernel: str, keys: Sequence[str]) -> Weight:
-    """The row of a kernel that is exported in equal thirds and imported from parts of any size.
-
-    transformers divides the channels into equal thirds, even if q, k and v have other sizes.
-    """
-
-    def to_torch(a):
-        third = -(-a.shape[1] // 3)
-        return tuple(namespace(a).split(a.T[:, None], [third, 2 * third]))
-
-    return Weight(
-        (kernel,),
-        tuple(keys),
-        lambda *parts: (namespace(parts[0]).concat([part[:, 0].T for part in parts], axis=1),),
-        to_torch,
-        any_division=True,
-    )

@@ -137,7 +137,11 @@ class StateSpaceConfig(HFConfig):
         return {"residual_in_float32": fields.get("residual_in_fp32", True)}
 
     def to_hf(self) -> dict[str, Any]:
-        fields = super().to_hf()
+        """Returns the config.json, which never asks to rescale initial weights.
+
+        If it did, transformers 5.24 would also divide the output projections that it loads.
+        """
+        fields = super().to_hf() | {"rescale_prenorm_residual": False}
         del fields["rope_parameters"]
         return fields
 

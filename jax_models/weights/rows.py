@@ -38,8 +38,8 @@ class _Row(NamedTuple):
     the i-th key. Import then reads only what devices of this process hold.
     """
     tied: tuple[str, ...]
-    """The keys under which a state_dict may have the row's array. Import needs only one of them.
-    Empty: import needs all keys.
+    """The keys under which a state_dict may have the row's array. Import needs only one of them, or
+    none if the row has no parameters. Empty: import needs all keys.
     """
     otherwise: "Weight | None"
     """The `Weight` that takes the place of this row if a state_dict has its keys instead. The layer
@@ -99,13 +99,13 @@ class Weight(_Row):
     def for_keys(self, state_dict: Collection[Any]) -> "Weight":
         """Returns the row for the keys of a state_dict: itself, or the one that it has `otherwise`.
 
-        A tied row is returned with those of its keys that the state_dict has.
+        A tied row of a parameter is returned with those of its keys that the state_dict has.
         """
         other = self.otherwise
         if other and {*other.keys, *self.keys} & {*state_dict} == {*other.keys}:
             return other
         there = tuple(key for key in self.tied if key in state_dict)
-        if not there:
+        if not (there and self.params):
             return self
         return self._replace(keys=there, to_torch=lambda *a: self.to_torch(*a)[:1] * len(there))
 
@@ -258,6 +258,12 @@ def unused(key: str, value: np.ndarray) -> Weight:
     dtype, instead of what import read.
     """
     return Weight((), (key,), lambda a: (), lambda: (value,), exact=False)
+
+
+@checked_row
+def ignored(key: str) -> Weight:
+    """A key that import does not read and export does not write, such as a computed constant."""
+    return Weight((), (), lambda: (), lambda: (), tied=(key,))
 
 
 def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weight:

@@ -233,7 +233,7 @@ def check_entries(
                 (check if row.params else check_shape)(value, like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
-    known = {key for row in table for key in row.keys}
+    known = {key for row in table for key in (*row.keys, *row.tied)}
     unexpected = [str(key) for key in state_dict if key not in known]
     wrapped = find_wrapped(unexpected)
     of_wrappers = {key for each in wrapped for key in each.keys}

@@ -278,6 +278,7 @@ REFUSED = [
             ("GatedDeltaNet", {"num_key_heads": 4}),
             ("GatedDeltaNet", {"epsilon": 0.0}),
             ("KimiDeltaAttention", {"min_log_decay": 0.0}),
+            ("LightningAttention", {"layer_index": 4}),
             ("Experts", {"num_groups": 5}),
             ("Experts", {"num_groups": 64}),
             ("Experts", {"groups_per_token": 2}),

@@ -21,7 +21,9 @@ from jax_models import (
     FalconH1LanguageModelConfig,
     GraniteLanguageModelConfig,
     JambaLanguageModelConfig,
+    KimiLinearLanguageModelConfig,
     LFM2LanguageModelConfig,
+    MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
     OLMoHybridLanguageModelConfig,
     Qwen3NextLanguageModelConfig,
@@ -40,6 +42,7 @@ from jax_models.models.hybrid import (
     HybridBlock,
 )
 from jax_models.models.load import config_of
+from jax_models.options import Index
 from train.command import convert, generate
 from train.command.export import export, logit_errors
 from train.command.initial_weights import read_params
@@ -69,6 +72,9 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
+MINIMAX = SIZES | {"model_type": "minimax"}
+KIMI = SIZES | {"model_type": "kimi_linear"}
+KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -92,6 +98,8 @@ def read(fields: dict[str, Any]) -> Any:
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
+        MINIMAX | {"rotary_dim": 2, "mlp_alpha_factor": 3.5, "num_key_value_heads": 2},
+        KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
@@ -194,6 +202,20 @@ ROPE = "rope_parameters"
         (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (JAMBA | {"num_experts": 1}, "num_experts", 1),
         (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
+        (MINIMAX, "mixings", [FULL, LINEAR] * 3),
+        (MINIMAX | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
+        (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
+        (MINIMAX | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
+        (KIMI, "mixings", [LINEAR] * 4 + [FULL, LINEAR]),
+        (KIMI | {"linear_attn_config": KIMI_FILE}, "block_types", (LINEAR, LINEAR, FULL)),
+        (KIMI | {"linear_attn_config": KIMI_FILE}, "delta_heads", 3),
+        (KIMI | {"linear_attn_config": {"head_dim": 5}}, "delta_head_features", 5),
+        (KIMI | {"linear_attn_config": {"short_conv_kernel_size": 3}}, "kernel_size", 3),
+        (KIMI | {"first_k_dense_replace": 3}, "num_dense_layers", 3),
+        (KIMI | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, "num_dense_layers", 2),
+        (KIMI | {"n_group": 4}, "num_expert_groups", 4),
+        (KIMI | {"num_local_experts": 9}, "num_experts", 9),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -224,7 +246,8 @@ ROPE = "rope_parameters"
 )
 def test_a_field_of_a_config_json_is_read(fields, field, value):
     """`test_peers_hybrids.py` reads the fields and the defaults of transformers' own folders."""
-    assert getattr(read({"num_key_value_heads": 2, **fields}), field) == value
+    kv_heads = {} if fields["model_type"] == "kimi_linear" else {"num_key_value_heads": 2}
+    assert getattr(read(kv_heads | fields), field) == value
 
 
 @pytest.mark.parametrize(
@@ -276,6 +299,12 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
         (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
+        (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
+        (MINIMAX | {"num_local_experts": 0}, "num_experts: expected .*, got 0"),
+        (KIMI | {"num_key_value_heads": 2}, "num_key_value_heads: expected .*=4, got 2"),
+        (KIMI | {"mlp_layer_types": ["sparse", "dense"] * 3}, "mlp_layer_types: expected .* first"),
+        (KIMI | {"linear_attn_config": KIMI_FILE | {"kda_layers": [1]}}, "layer_types: .*None"),
+        (KIMI | {"mla_use_nope": False}, "mla_use_nope: expected True, got False"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -330,7 +359,22 @@ qwen3_next = Qwen3NextLanguageModelConfig(
 jamba = JambaLanguageModelConfig(
     **small, block_types=(LINEAR, FULL), inner_features=16, state_features=3, dt_rank=2
 )
+latent = {"latent_features": 5, "key_features": 4, "shared_features": 2, "value_features": 3}
+kimi = KimiLinearLanguageModelConfig(
+    **small,
+    **latent,
+    block_types=(LINEAR, FULL),
+    delta_heads=3,
+    delta_head_features=4,
+    num_experts=4,
+    expert_features=5,
+    num_shared_experts=2,
+)
+NEVER_TIED = ("nemotron_h", "kimi_linear", "kimi_linear with experts only")
+"""The models whose head is never tied."""
 MODELS = {
+    "kimi_linear": kimi,
+    "kimi_linear with experts only": replace(kimi, num_dense_layers=0, query_features=6),
     "qwen3_5_text": qwen,
     "qwen3_5_text with experts": replace(
         qwen, num_experts=4, experts_per_token=3, expert_features=5
@@ -369,6 +413,7 @@ MODELS = {
     ),
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
+    "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
@@ -396,11 +441,15 @@ def test_a_config_that_transformers_cannot_have_is_not_written(name, change, mes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [(name, tied) for name in MODELS for tied in (True, False) if not tied or name != "nemotron_h"],
+    [
+        (name, tied)
+        for name in MODELS
+        for tied in (True, False)
+        if not tied or name not in NEVER_TIED
+    ],
 )
 def test_a_folder_in_any_layout_is_read(name, tied, tmp_path):
-    """The head of Nemotron-H is never tied."""
-    config = replace(MODELS[name], **{} if name == "nemotron_h" else {"tied_head": tied})
+    config = replace(MODELS[name], **{} if name in NEVER_TIED else {"tied_head": tied})
     for layout in config.layouts:
         weights = folder_of(config, tmp_path, layout)
         with warnings.catch_warnings():
@@ -473,6 +522,7 @@ def test_folders_without_the_model_are_refused(tmp_path):
     [
         ("qwen3_5_text", (".linear_attn.A_log", ".linear_attn.norm.weight")),
         ("granitemoehybrid", (".mamba.A_log", ".mamba.D", ".mamba.dt_bias")),
+        ("kimi_linear", (".self_attn.A_log", ".self_attn.dt_bias", ".gate.weight")),
     ],
 )
 def test_decays_in_float32_leave_the_other_weights_in_bfloat16(name, wide, tmp_path, monkeypatch):
@@ -577,7 +627,13 @@ def test_three_convolutions_in_any_division_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [c for c in architectures() if issubclass(c, BalancedExpertsConfig)]
+    "config",
+    [
+        config
+        for config in architectures()
+        if issubclass(config, BalancedExpertsConfig)
+        if config.field_types()["num_experts"] is Index  # MiniMax always has experts
+    ],
 )
 def test_a_model_without_experts_does_not_balance_them(config):
     unused = "^balance_experts: expected False in a model without experts, got True$"

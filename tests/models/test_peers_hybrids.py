@@ -18,6 +18,7 @@ from peers import (
     call_transformers,
     logits_of,
     randomise,
+    weights_of,
 )
 
 import torch_ref
@@ -104,7 +105,7 @@ QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
 LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
-JAMBA = "JambaForCausalLM"
+JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -138,6 +139,39 @@ JAMBA_SIZES = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
+MINIMAX_SIZES = {
+    **SIZES,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "block_size": 16,
+    "full_attn_alpha_factor": 0.7,
+    "full_attn_beta_factor": 1.5,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.6,
+    "mlp_alpha_factor": 0.8,
+    "mlp_beta_factor": 1.3,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 7,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+OTHER_LATENT = {
+    "q_lora_rank": 6,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+}
+KIMI_SIZES = {**SIZES, **LATENT, "linear_num_heads": 3, "linear_head_dim": 6}
 MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12, "full_attention_interval": 2}),
@@ -322,6 +356,30 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "MiniMax": (MINIMAX, {**MINIMAX_SIZES, "layer_types": [LINEAR, FULL]}),
+    "MiniMax, other options": (
+        MINIMAX,
+        {
+            **MINIMAX_SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Kimi Linear": (KIMI, {**KIMI_SIZES, "layer_types": [LINEAR, FULL]}),
+    "Kimi Linear, other options": (
+        KIMI,
+        {
+            **KIMI_SIZES,
+            **OTHER_LATENT,
+            "layer_types": [FULL, LINEAR],
+            "mlp_layer_types": ["sparse", "sparse"],
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
     "Mamba-2, other options": (
         MAMBA2,
@@ -368,7 +426,9 @@ STATE_SPACES = [
     name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
 ]
 WITH_EXPERTS = [
-    name for name, (kind, _) in MODELS.items() if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA)
+    name
+    for name, (kind, _) in MODELS.items()
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
@@ -405,7 +465,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers)
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
     twin = twin.from_config(config).double()
-    twin.load_state_dict(hf.state_dict())
+    twin.load_state_dict(weights_of(hf))
     with torch.no_grad():
         assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
 
@@ -417,6 +477,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
         ("Qwen3-Next", None),
         ("Granite 4 with experts", [70, 51]),
         ("Jamba", None),
+        ("MiniMax", [70, 51]),
     ],
 )
 def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
@@ -465,14 +526,15 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
         assert_close(theirs[is_text], ours[is_text])
 
 
-MAMBAS = ["Jamba", "Mamba-2", "Mamba-2, other options"]
+OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax"]
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, *MAMBAS], indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *OTHER_CACHES], indirect=True)
 def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
-    """Faults of transformers 5.24: a step forgets the limits of Δ, and Bamba restarts positions.
+    """Faults of transformers 5.24: a step forgets the limits of Δ.
 
-    A piece of several tokens forgets the state of Jamba's Mamba (47087).
+    Bamba and MiniMax restart positions. A piece of several tokens forgets the state of Jamba's
+    Mamba (47087), and MiniMax refuses it, unless the lowest block has full attention.
     """
     expected = logits_of(hf, TOKENS)[:, -1]
     scale = np.abs(expected).max()
@@ -488,8 +550,11 @@ def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
         assert np.abs(step - expected).max() > 0.05 * scale
     else:
         assert_close(step, expected)
-    if isinstance(hf, transformers.BambaForCausalLM):
+    if isinstance(hf, transformers.BambaForCausalLM | transformers.MiniMaxForCausalLM):
         assert np.abs(last_piece() - expected).max() > 0.01 * scale
+    if isinstance(hf, transformers.MiniMaxForCausalLM):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            last_piece(2)
     if isinstance(hf, transformers.JambaForCausalLM):
         assert np.abs(last_piece(2) - expected).max() > 0.1 * scale
 
@@ -506,6 +571,26 @@ def test_the_limits_of_nemotron_h_are_not_those_of_transformers(tmp_path):
         if hasattr(layer.mixer, "A_log"):
             assert layer.mixer.time_step_limit == (0.1, np.inf)
             layer.mixer.time_step_limit = (0.6, 0.9)
+    expected = logits_of(hf, TOKENS)
+    with jax.enable_x64(True):
+        config = load_pretrained(tmp_path).config
+        ours, _ = from_weights(dict(hf.state_dict()), config, param_dtype="float64")(TOKENS)
+    assert_close(ours, expected)
+    assert np.abs(theirs - expected).max() > 0.05 * np.abs(expected).max()
+
+
+def test_the_rotated_part_of_minimax_is_not_that_of_transformers(tmp_path, monkeypatch):
+    """A fault of transformers 5.24: it ignores `rotary_dim`, and rotates whole heads of MiniMax.
+
+    With the rotation of MiniMax-M2, in which this was repaired (48241), its computation is ours.
+    """
+    hf = built("MiniMax", head_dim=8, rotary_dim=4)
+    copy.deepcopy(hf).float().save_pretrained(tmp_path)
+    theirs = logits_of(hf, TOKENS)
+    repaired = transformers.models.minimax_m2.modeling_minimax_m2.apply_rotary_pos_emb
+    module = transformers.models.minimax.modeling_minimax
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", repaired)
+    hf.model.rotary_emb.inv_freq = 1e6 ** -torch.tensor([0, 0.5], dtype=torch.float64)
     expected = logits_of(hf, TOKENS)
     with jax.enable_x64(True):
         config = load_pretrained(tmp_path).config
@@ -540,11 +625,12 @@ def test_parameters_start_as_in_transformers(name, rescales):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "num_heads": 32}
     sizes |= {"linear_num_key_heads": 32, "linear_num_value_heads": 64, "initializer_range": 0.02}
     sizes |= {"rescale_prenorm_residual": rescales, "mamba_num_heads": 32}
+    sizes |= {"linear_num_heads": 32}
     torch.manual_seed(0)
     original = getattr(transformers, kind)
     original = original(original.config_class(**fields | sizes, **EAGER))
     config = config_of(original.state_dict(), original.config.to_dict())
-    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0)), "hf"), original.state_dict())
+    assert_same_start(to_torch(config.build(rngs=nnx.Rngs(0)), "hf"), weights_of(original))
 
 
 @pytest.mark.parametrize("hf", DEFAULTS, indirect=True)
@@ -560,9 +646,11 @@ def test_transformers_loads_what_is_exported(hf, folder):
     """Strictly, and with the same weights and logits."""
     command.main(["--from", "hf", "--to", "back"])
     read, report = type(hf).from_pretrained("back", output_loading_info=True, **EAGER)
+    computed = hf.state_dict().keys() - weights_of(hf)
+    assert report.pop("missing_keys") == computed
     assert not any(report.values()), report
     assert config_of({}, read.config.to_dict()) == config_of({}, hf.config.to_dict())
-    for key, array in hf.state_dict().items():
+    for key, array in weights_of(hf).items():
         assert torch.equal(read.state_dict()[key].double(), array), key
     assert_close(logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), 1e-5)
 

@@ -140,6 +140,22 @@ def test_a_folder_makes_the_round_trip(kind, tmp_path, monkeypatch):
         assert torch.equal(read.state_dict()[key], array), key
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_does_not_rescale_what_is_exported(kind, tmp_path, monkeypatch):
+    """A fault of transformers 5.24: it divides output projections that it loads by √num_layers."""
+    monkeypatch.chdir(tmp_path)
+    model = built(kind, rescale_prenorm_residual=True).float()
+    model.save_pretrained("hf")
+    command.main(["--from", "hf", "--to", "back"])
+    expected = model.backbone.layers[0].mixer.out_proj.weight
+    scaled, exported = (
+        type(model).from_pretrained(folder).backbone.layers[0].mixer.out_proj.weight
+        for folder in ("hf", "back")
+    )
+    assert torch.equal(exported, expected)
+    torch.testing.assert_close(scaled, expected / 3**0.5)
+
+
 @pytest.mark.parametrize("kind", [MAMBA, FALCON])
 def test_a_second_piece_of_transformers_forgets_the_state(kind):
     """A fault of transformers 5.24 (47087): pieces equal the whole text in ours alone."""

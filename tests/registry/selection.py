@@ -1,7 +1,9 @@
 """Which checks run on which cases."""
 
+from jax_models.models.hf import HFConfig
 from parity_tests.checks import CHECKS
 from parity_tests.registry import CASES, FIRST_CASES, MUTATIONS
+from parity_tests.registry.mutation import DOCUMENTS, LEFT_PADDING, PADDING
 
 FAULTS = {(m.case, m.check) for m in MUTATIONS if m.check}
 """The case of each planted fault that a check must find, and the check."""
@@ -41,13 +43,24 @@ OF_LAYERS = (
     "optimizer follows the same trajectory",
 )
 """The checks that would only find again in a language model what they find in its layers."""
+OF_ROWS = (PADDING, LEFT_PADDING, DOCUMENTS)
+"""The same for a model of transformers, whose blocks pass on what says where the rows begin and
+end. `test_peers_hybrids.py` compares left padding with transformers."""
+
+
+def leaves_to_layers(name: str, check: str) -> bool:
+    """Whether a case is a language model whose layers show all that the check would."""
+    config = CASES[name].config
+    return config is not None and (
+        check in OF_LAYERS or (check in OF_ROWS and isinstance(config, HFConfig))
+    )
+
 
 COLLECTED = [
     (name, check)
     for name in CHECKED
     for check in CHECKS
-    if (name, check) in FAULTS
-    or not (name in VARIANTS or (CASES[name].config is not None and check in OF_LAYERS))
+    if (name, check) in FAULTS or not (name in VARIANTS or leaves_to_layers(name, check))
 ]
 """Each case and check that is a test."""
 

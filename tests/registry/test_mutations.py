@@ -7,10 +7,12 @@ import pytest
 from flax import nnx
 from selection import CHECKED, COLLECTED, LOCATED
 
+from jax_models import SequenceLayer
 from parity_tests.checks import is_caught
 from parity_tests.engine.locate.find import find_departure
 from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.registry import CASES, MUTATIONS
+from parity_tests.registry.mutation import DOCUMENTS, PADDING
 
 
 @pytest.mark.slow
@@ -54,6 +56,9 @@ def test_every_kind_of_layer_is_checked():
         return {type(m) for name in names for _, m in nnx.iter_modules(CASES[name].abstract())}
 
     assert kinds(CHECKED) == kinds(CASES)
+    for check in (PADDING, DOCUMENTS):
+        checked = kinds(name for name, each in COLLECTED if each == check)
+        assert {kind for kind in kinds(CASES) if issubclass(kind, SequenceLayer)} <= checked
 
 
 @pytest.mark.slow

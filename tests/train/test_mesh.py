@@ -31,6 +31,7 @@ from jax_models import (
     HawkLanguageModelConfig,
     HippogriffHawk,
     KimiDeltaAttention,
+    LightningAttention,
     LocalAttention,
     to_torch,
 )
@@ -60,14 +61,12 @@ MESHES = {
 MIN_GRU = "RNNLanguageModel of minGRU"
 MESHES_OF = {
     MIN_GRU: (*MESHES,),
-    "GPModel of hyena": ("1×1×8, fully sharded",),
     "GPModel of attention": ("4×2×1, fully sharded",),
     "RNNLanguageModel of LSTM": ("8×1×1, fully sharded",),
     **dict.fromkeys(
         (
             "FalconH1LanguageModel",
             "GriffinLanguageModel",
-            "HippogriffLanguageModel",
             "HyenaDNALanguageModel",
             "MambaLanguageModel",
             "Qwen35LanguageModel, experts",
@@ -333,6 +332,7 @@ delta = partial(
     GatedDeltaNet, 32, num_key_heads=2, num_value_heads=4, key_features=8, value_features=6
 )
 kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
+lightning = partial(LightningAttention, 32, num_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +358,8 @@ kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
         (kimi, "f_proj.b_proj.kernel", 1),
         (partial(kimi, low_rank=False), "g_proj.kernel", 1),
         (kimi, "dt_bias", 0),
+        (lightning, "g_proj.kernel", 1),
+        (lightning, "out_proj.kernel", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

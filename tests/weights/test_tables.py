@@ -21,6 +21,7 @@ from jax_models.weights import (
     expanded,
     gates,
     group_norm,
+    ignored,
     layer_norm,
     linear,
     linear_general,
@@ -243,6 +244,20 @@ def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
     assert (exported.dtype, exported.tolist()) == (dtype, [1] * 4)
     with pytest.raises(ValueError, match="scale:"):
         from_torch(port, state_dict | {"scale": torch.ones(5)}, table)
+
+
+def test_an_ignored_key_is_neither_read_nor_written():
+    """It may be missing, of any shape, and a constant of a twin that is compared."""
+    twin = nn.Linear(3, 4)
+    weights, table = twin.state_dict(), [*linear("", ""), ignored("decay")]
+    port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    for decay in ({}, {"decay": torch.ones(2)}, {"decay": torch.ones(5, 6)}):
+        assert to_torch(from_torch(port, weights | decay, table), table).keys() == weights.keys()
+    twin.register_buffer("decay", torch.full((2,), 0.5))
+    report = compare(twin, port, image(2, 3), weights=table)
+    assert report.passed, str(report)
+    with pytest.raises(ValueError, match="unexpected key other"):
+        from_torch(port, weights | {"other": torch.ones(2)}, table)
 
 
 def test_two_biases_in_one():
