@@ -11,6 +11,7 @@ from parity_tests.registry.mutation import (
     edited,
     epsilon_doubled,
     exchanged,
+    mask_ignored,
     replaced,
     with_value,
 )
@@ -87,4 +88,5 @@ MUTATIONS = [
         "weights",
         plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
     ),
+    *mask_ignored(CASE, "jax_models.ops.gated_delta_rule"),
 ]

@@ -535,12 +535,13 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
     with jax.enable_x64(True):
         model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
         model = nnx.view(model, max_length=TOKENS.shape[1])
-        _, state = model(TOKENS[:, :-2])
-        step, state = model.step(TOKENS[:, -2], state)
-        last, _ = model.step(TOKENS[:, -1], state)
+        call, call_step = jax.jit(model.__call__), jax.jit(model.step)
+        _, state = call(TOKENS[:, :-2])
+        step, state = call_step(TOKENS[:, -2], state)
+        last, _ = call_step(TOKENS[:, -1], state)
         pads = np.array([7, 0])
         padded = np.stack([np.roll(row, pad) for row, pad in zip(TOKENS, pads, strict=True)])
-        ours, _ = model(padded, starts=pads)
+        ours, _ = call(padded, starts=pads)
     assert_close(np.stack([step, last], axis=1), expected[:, -2:])
     is_text = np.arange(TOKENS.shape[1]) >= pads[:, None]
     theirs = logits_of(hf, padded, attention_mask=torch.as_tensor(is_text, dtype=torch.long))
