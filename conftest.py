@@ -60,6 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *flags]))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--optimized`, leaves out the files without such a test, which import much."""
+    is_test = collection_path.name.startswith("test_")
+    if config.option.optimized and is_test and collection_path.is_file():
+        return True if "mark.optimized" not in collection_path.read_text() else None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects the tests marked `optimized` with `--optimized`, and the others without it."""
 
