@@ -29,7 +29,7 @@ NAMES_OF_TRANSFORMERS = tuple(
     for name in ("model.safetensors", "pytorch_model.bin")
     for suffix in (".index.json", "")
 )
-"""The names of transformers for the files of weights, the first of which is read."""
+"""The names of transformers for files of weights. The first that exists is read."""
 CONFIG = "config.json"
 OF_RUN = ("vocabulary.json", "checkpoints")
 """What the folder of a run of `twinscan train` holds."""

@@ -191,9 +191,10 @@ def _exported(row: Weight, params: list[Any], i: int, part: slice | EllipsisType
 
 
 def _on_host(value: Any) -> np.ndarray:
-    """Copies a parameter, which devices may divide, to the host, where only the caller keeps it.
+    """Copies a parameter, which may be sharded, to the host.
 
-    An array of JAX keeps its own copy once it is read, so another array of the same shards is read.
+    JAX keeps the copy of an array that was read. So another array of the same shards is read, which
+    is then freed.
     """
     if isinstance(value, jax.Array):
         shards = [shard.data for shard in value.addressable_shards]

@@ -9,10 +9,12 @@ from parity_tests.registry.latent_attention import by_halves
 from parity_tests.registry.mutation import Mutation, edited, replaced, with_value
 
 CASE = "LingLanguageModel"
+# A mesh divides the output gates by head, so that their number must be even.
+OPTIONS = {"num_heads": 4, "rope_theta": 10.0, "min_log_decay": -2.0}
 CASES = [
     paired(
         CASE,
-        LingLanguageModelConfig(**vars(KIMI[0].config), rope_theta=10.0, min_log_decay=-2.0).build,
+        LingLanguageModelConfig(**vars(KIMI[0].config) | OPTIONS).build,
         layout="hf",
         architecture="ling",
         twin_state=False,

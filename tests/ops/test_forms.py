@@ -281,6 +281,8 @@ def draw_grouped_dot(kind: str, draw: Draw):
     rows = sizes.sum() + (9 if kind == "rows after the last group" else 0)
 
     def run(method, x, kernels):
+        is_member = np.arange(rows)[:, None] < sizes.sum()
+        x = jnp.where(is_member, x, jnp.nan)  # the other rows are not read
         return ops.grouped_dot(x, kernels, sizes, method=method), ()
 
     return run, (draw.array(f"{rows} I"), draw.array("4 I H")), {}

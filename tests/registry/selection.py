@@ -44,11 +44,11 @@ OF_LAYERS = (
 )
 """The checks that would only find again in a language model what they find in its layers."""
 OF_ROWS = (PADDING, LEFT_PADDING, DOCUMENTS)
-"""The same for a model of transformers, whose blocks pass on what says where the rows begin and
-end. `test_peers_hybrids.py` compares left padding with transformers."""
+"""Checks of lengths, starts and resets, which models of transformers only pass on to their layers.
+`test_peers_hybrids.py` compares left padding with transformers."""
 
 
-def leaves_to_layers(name: str, check: str) -> bool:
+def is_tested_in_layers(name: str, check: str) -> bool:
     """Whether a case is a language model whose layers show all that the check would."""
     config = CASES[name].config
     return config is not None and (
@@ -60,7 +60,7 @@ COLLECTED = [
     (name, check)
     for name in CHECKED
     for check in CHECKS
-    if (name, check) in FAULTS or not (name in VARIANTS or leaves_to_layers(name, check))
+    if (name, check) in FAULTS or not (name in VARIANTS or is_tested_in_layers(name, check))
 ]
 """Each case and check that is a test."""
 

@@ -73,7 +73,7 @@ def test_agrees_with_twin(name):
 
 
 def rounds_as_first(name: str) -> bool:
-    """Whether a case has other options than the first one, but computes by the same method."""
+    """Whether a case is not the first of its architecture, and does not name a `method`."""
     return name not in FIRST_CASES.values() and "method" not in getattr(
         CASES[name].layer, "keywords", {}
     )

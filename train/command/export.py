@@ -42,7 +42,8 @@ class Arguments:
 def export(model: LanguageModel, path: Path) -> None:
     """Writes the model's weights as a safetensors file of the twin's state_dict.
 
-    Devices may divide the weights, because each is put together in the memory of the host.
+    The weights may be sharded. Each is gathered in the memory of the host and written before the
+    next.
     """
     with whole(path) as partial, doing(f"writing {path}"):
         write_file(partial, stored_weights(model))
@@ -72,7 +73,7 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
         twin_logits = twin.eval()(torch.tensor(tokens))[0].numpy()
         oracle = twin.double()(torch.tensor(tokens))[0].numpy()
 
-    # The model that computes in float32 has the same parameters, which devices may divide.
+    # Build a model that computes in float32 around the same parameters, which may be sharded.
     @jax.jit
     def float32_logits(params: nnx.State, tokens: jax.Array) -> jax.Array:
         built = config.build(rngs=nnx.Rngs(0))

@@ -61,7 +61,7 @@ def read_params(trainer: Trainer, config: TrainConfig, path: Path) -> nnx.State:
 
 @contextlib.contextmanager
 def faults_of_run() -> Iterator[None]:
-    """Gives an error about the run whose weights are the initial ones the name of the option."""
+    """Puts `--init: ` before errors about the run that provides the initial weights."""
     try:
         yield
     except CommandLineError as error:

@@ -76,7 +76,7 @@ def attention(
         step = jnp.arange(q.shape[1], dtype=jnp.int32)
         first = jnp.zeros_like(step) if window is None else jnp.maximum(step - window + 1, 0)
         first = jnp.broadcast_to(first, q.shape[:2])
-        past = LocalAttentionState(first[:, 0], k[:, :0], v[:, :0])
+        past = LocalAttentionState(jnp.zeros_like(first, shape=q.shape[:1]), k[:, :0], v[:, :0])
         call = CausalAttention(q, k, v, first, past, window or q.shape[1])
         return causal_attention(call, method, dropout)
     if window is not None:
@@ -92,7 +92,7 @@ def causal_attention(
     """Runs the form that `method` names. With dropout, there is only the definition."""
     check_heads(call.q, call.k)
     if not is_symbolic_dim(call.q.shape[1]) and call.q.shape[1] == 0:
-        return jnp.repeat(call.q[..., :1], call.v.shape[3], axis=3)
+        return jnp.zeros_like(call.q, shape=(*call.q.shape[:3], call.v.shape[3]))
     if dropout is None:
         return ATTENTION(match_varying_axes(call), method)
     _refuse_tiles(method)

@@ -65,8 +65,8 @@ def cached_attention(
 ) -> tuple[Float[Array, "batch time heads value_features"], State]:
     """Like `local_attention`, with a state of any arrays.
 
-    The state holds the position and, for each of the last steps, those arrays of which `new` has
-    the steps of this call. `keys_and_values` computes keys and values from them.
+    The state holds the position and the last steps of some arrays. `new` has the same arrays at the
+    steps of this call. `keys_and_values` computes keys and values from them.
     """
 
     def after(piece: tuple[tuple[Array, ...], Array | None], state: State) -> State:

@@ -81,8 +81,8 @@ def grouped_dot(
     the number of groups.
 
     `method` names the form that runs: "ragged" (`jax.lax.ragged_dot`), which "auto" chooses on a
-    GPU and a TPU; "blocks", which multiplies blocks of the rows of one group, and which "auto"
-    chooses elsewhere; or "definition", which copies a matrix for each row, and which "auto" chooses
+    GPU and a TPU; "blocks", which multiplies blocks of the rows of one group, the choice of "auto"
+    elsewhere; or "definition", which copies a matrix for each row, the choice of "auto" elsewhere
     for few rows with small matrices.
 
     Raises:

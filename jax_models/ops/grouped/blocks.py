@@ -22,7 +22,7 @@ that are thrown away, and the smaller the blocks, the more often the matrix of t
 """
 
 BLOCK_COST = 20_000
-"""How many numbers of matrices the definition copies in the time that a block takes at least."""
+"""How many matrix entries the definition copies in the time of one small block."""
 
 
 class Block(NamedTuple):
@@ -43,9 +43,10 @@ def refusal(call: Products | OuterProducts) -> str | None:
 def pays(call: Products | OuterProducts, platform: str, differentiated: bool) -> bool:
     """Few rows with small matrices take less time by the definition, as measured on a CPU."""
     rows, features = call.x.shape
+    copied = rows * features * call[1].shape[-1]
     groups = len(call.groups.ends)
     blocks = groups + rows // max(block_size(rows, groups), 1)
-    return rows * features * call[1].shape[-1] >= BLOCK_COST * blocks
+    return is_symbolic_dim(copied) or copied >= BLOCK_COST * blocks
 
 
 def block_size(rows: int, groups: int) -> int:

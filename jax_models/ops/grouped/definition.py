@@ -45,9 +45,12 @@ class OuterProducts(NamedTuple):
 
 def run(call: Products) -> Float[Array, "rows out"]:
     """Computes `y_i = x_i W_g(i)`."""
+    groups, _, out = call.kernels.shape
+    if groups == 0:
+        return jnp.zeros((call.x.shape[0], out), call.x.dtype)
     group = call.groups.of_rows(call.x.shape[0])
-    kernels = call.kernels.at[group].get(mode="fill", fill_value=0)
-    return jnp.einsum("ri,rio->ro", call.x, kernels)
+    x = jnp.where((group < groups)[:, None], call.x, 0)
+    return jnp.einsum("ri,rio->ro", x, call.kernels.at[group].get(mode="fill", fill_value=0))
 
 
 def run_outer(call: OuterProducts) -> Float[Array, "groups features out"]:
