@@ -18,7 +18,6 @@ from jax_models.layers.linear import Linear, normal_of_fan_in
 from jax_models.layers.norm import RMSNorm
 from jax_models.mesh_axes import first_axis, last_axis, whole
 from jax_models.ops.attention.latent_attention import LatentAttentionState, latent_attention
-from jax_models.ops.rotary import checked_rotated
 from jax_models.options import LayerOptions, norm_options, refuse_unused, with_inits
 from jax_models.weights import Layouts, SharedLayer, Table, linear, rms_norm
 
@@ -32,19 +31,18 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
 
         q = x W_q,   c = norm(x W_c),   κ = x W_κ
         k = c W_k,   v = c W_v                                     by head
-        a = softmax((q₁ k₁ᵀ + rotary(q₂) rotary(κ)ᵀ) / √(key_features + shared_features))
+        a = softmax((q₁ kᵀ + rotary(q₂) rotary(κ)ᵀ) / √(key_features + shared_features))
         y = (a v ⊙ σ(x W_g)) W_out
 
-    The query of each head consists of q₁, of the size of k, and q₂, of the size of κ, which all
-    heads share. The softmax of each head is over the steps up to the current one. x and y are
-    (batch, time, features). The state is `LatentAttentionState(position, latents)`, where the
-    latents of a step are c and the rotated κ. They are much smaller than the keys and values of all
-    heads. The state has `max_length` slots, and the outputs from step max_length of a document on
-    are NaN.
+    Each head's query has two parts: q₁, as large as k, and q₂, as large as κ. All heads share κ.
+    The softmax of each head is over the steps up to the current one. x and y are (batch, time,
+    features). The state is `LatentAttentionState(position, latents)`, where the latents of a step
+    are c and the rotated κ. They are much smaller than the keys and values of all heads. The state
+    has `max_length` slots, and the outputs from step max_length of a document on are NaN.
 
     A single step multiplies q₁ by W_k and the weighted sum of c by W_v, instead of computing the
-    keys and values of all earlier steps. Longer sequences do so if that takes fewer
-    multiplications.
+    keys and values of all earlier steps. Longer sequences are computed this way, too, if it takes
+    fewer multiplications.
 
     Args:
         features: size of x_t and y_t.
@@ -55,7 +53,7 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
         value_features: size of the value of a head.
         query_features: if given, q = norm(x W_a) W_b, with this number of columns of W_a.
         rope_theta: θ of `ops.rotary`, which rotates neighboring features. None: no rotation.
-        output_gate: whether the result of each head is multiplied by σ(x W_g), a number.
+        output_gate: whether each head's result is multiplied by a gate, the number σ(x W_g).
         use_bias: whether W_a, W_c, W_κ and W_out have biases.
         epsilon: ε of the norms.
         max_length: the length of the longest document that a state can hold, as in `Attention`.
@@ -94,8 +92,11 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)
-        if rope_theta is not None:
-            checked_rotated("shared_features", shared_features, shared_features)
+        if rope_theta is not None and shared_features % 2:
+            raise ValueError(
+                "shared_features: expected an even number, because rope_theta rotates pairs of "
+                f"features, got {shared_features}"
+            )
         refuse_unused(
             "bias_init", options.get("bias_init"), unless=use_bias, because="with use_bias=False"
         )
@@ -140,7 +141,7 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
         q = self.q_proj(q).reshape(batch_size, time, self.num_heads, head_features)
         q1, q2 = jnp.split(q, [self.key_features], axis=-1)
         c, shared = jnp.split(self.latent_proj(x), [self.latent_features], axis=-1)
-        q2, shared = self.placed(q2, positions), self.placed(shared[:, :, None], positions)
+        q2, shared = self.rotated(q2, positions), self.rotated(shared[:, :, None], positions)
         q = jnp.concatenate([q1, q2], axis=-1)
         latents = jnp.concatenate([self.latent_norm(c), shared[:, :, 0]], axis=-1)
         # Attend to keys and values, or directly to the latents.
@@ -160,7 +161,7 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
             y = y * jax.nn.sigmoid(self.g_proj(x))[..., None]
         return self.out_proj(y.reshape(batch_size, time, self.out_proj.in_features)), state
 
-    def placed(
+    def rotated(
         self, x: Float[Array, "batch time heads shared"], positions: Array
     ) -> Float[Array, "batch time heads shared"]:
         """Rotates q₂ or κ by the positions."""
@@ -202,7 +203,10 @@ class LatentAttention(SharedLayer, CachedAttention[LatentAttentionState]):
     def absorbed(
         self, q: Float[Array, "batch time heads head"]
     ) -> Float[Array, "batch time heads latent"]:
-        """Returns queries of latents: q₁ W_kᵀ and q₂, times the root by which attention divides."""
+        """Returns queries of latents: q₁ W_kᵀ and q₂.
+
+        They are scaled so that attention divides by √(key_features + shared_features).
+        """
         q1, q2 = jnp.split(q, [self.key_features], axis=-1)
         W_k, _ = self.kernels(q.dtype)
         q = jnp.concatenate([jnp.einsum("bthn,rhn->bthr", q1, W_k), q2], axis=-1)

@@ -68,7 +68,7 @@ class LightningAttention(SharedLayer, SequenceLayer[LightningAttentionState]):
             `head_features` is None, layer_index is not less than num_layers, or there is no such
             method.
 
-    Layouts: those that the architectures declare.
+    Layouts: `minimax` (the modules of MiniMax in transformers).
 
     Source: Qin et al. 2024 (arXiv 2401.04658); MiniMax 2025 (MiniMax-01, arXiv 2501.08313).
 

@@ -33,12 +33,12 @@ ALIASES = {
     "num_experts_per_tok": "num_experts_per_token",
     "num_local_experts": "num_experts",
 }
-"""The names that transformers' classes have for fields of the config.json."""
+"""Maps names of fields in transformers' classes to their names in the published config.json."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 STACKED = (*2 * ["experts.gate_up_proj"], "experts.down_proj")
 """The keys of the experts' matrices in a `state_dict`."""
 SINGLE = tuple(f"experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2"))
-"""Those keys in a saved file."""
+"""The same keys in a saved file."""
 
 
 def experts_keys(mlp: str, matrices: tuple[str, ...], bias: str) -> ExpertsKeys:
@@ -114,15 +114,15 @@ def hybrid_sizes(
     }
 
 
-OF_FILES = "self_attn", "A_log", "q_conv1d"
+FILE_KEYS = "self_attn", "A_log", "q_conv1d"
 STATE_DICT, FILE = model_layouts(
     "model",
     "norm",
     partial(hybrid_sizes, "self_attn", "forget_gate.A_log", "conv1d", "mlp", EXPERTS),
-    partial(hybrid_sizes, *OF_FILES, "block_sparse_moe", FILE_EXPERTS),
+    partial(hybrid_sizes, *FILE_KEYS, "block_sparse_moe", FILE_EXPERTS),
 )
 MOONSHOT = FILE._replace(
-    blocks_layout="hf-moonshot", sizes=partial(hybrid_sizes, *OF_FILES, "mlp", FILE_EXPERTS)
+    blocks_layout="hf-moonshot", sizes=partial(hybrid_sizes, *FILE_KEYS, "mlp", FILE_EXPERTS)
 )
 
 
@@ -190,16 +190,18 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
 
     block_types: tuple[str, ...] = (LINEAR,) * 3 + (FULL,)
     """The kinds of the blocks, from the lowest up. The pattern repeats."""
-    # Its keys and values have as many heads as its queries, transformers ignores
-    # tie_word_embeddings, and there are no positions.
+    # Keys and values have as many heads as queries.
     num_kv_heads: ClassVar[Any] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    # The parts of a head have sizes of their own.
     head_features: ClassVar = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    # There are no positions.
     rope_theta: ClassVar = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    # transformers ignores tie_word_embeddings.
     tied_head: ClassVar = False  # pyright: ignore[reportIncompatibleVariableOverride]
     latent_features: int = 64
     """Size of the latent c, from which a latent attention computes keys and values."""
     key_features: int = 32
-    """Size of the part of a head's key that c determines."""
+    """Size of the part of a head's key that is computed from c."""
     shared_features: int = 16
     """Size of the part of a key that all heads share."""
     value_features: int = 32
@@ -211,19 +213,21 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
     delta_heads: int = 4
     """Number of heads of a Kimi Delta Attention."""
     delta_head_features: int = 32
-    """Size of each of these heads."""
+    """Size of each head of Kimi Delta Attention."""
     kernel_size: int = 4
     """Number of taps of the causal convolutions."""
     num_experts: Index = 8
     """Number of experts in a block, without the shared ones. 0: all blocks have MLPs."""
     num_shared_experts: int = 1
-    """Number of experts of all tokens. Together, they are one MLP of as many times the width."""
+    """Number of shared experts, which process every token. They are stored as one MLP that is this
+    many times as wide as an expert.
+    """
     num_dense_layers: Index = 1
     """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
     experts_scale: Positive = 2.446
     """The factor of the weights of the experts."""
     normalize_experts: bool = True
-    """Whether these weights are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum."""
     num_expert_groups: int = 1
     """Number of groups of experts."""
     expert_groups_per_token: int = 1
@@ -247,7 +251,8 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
                 f"config: num_key_value_heads: expected num_attention_heads={heads}, got "
                 f"{given['num_key_value_heads']}"
             )
-        # Published files have the sizes of Kimi Delta Attention in a part of its own.
+        # In published files, the sizes of Kimi Delta Attention are nested under
+        # `linear_attn_config`.
         names = {
             "num_heads": "delta_heads",
             "head_dim": "delta_head_features",
@@ -273,14 +278,24 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
         """The kind of each block. Published files list the blocks of each kind, counted from 1."""
-        numbers, linear = range(given["num_hidden_layers"]), given.get("linear_attn_config", {})
-        if {"kda_layers", "full_attn_layers"} <= linear.keys():
-            kinds = dict.fromkeys(linear["kda_layers"], LINEAR)
-            kinds |= dict.fromkeys(linear["full_attn_layers"], FULL)
-            types = [kinds.get(i + 1) for i in numbers]
-        else:
-            types = [FULL if i and i % 4 == 0 else LINEAR for i in numbers]
-        return given.get("layer_types", types)
+        num_layers, linear = given["num_hidden_layers"], given.get("linear_attn_config", {})
+        if "layer_types" in given:
+            return given["layer_types"]
+        if not {"kda_layers", "full_attn_layers"} <= linear.keys():
+            return [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
+        numbers, full = range(1, num_layers + 1), linear["full_attn_layers"]
+        listed = [*linear["kda_layers"], *full]
+        if missing := [i for i in numbers if i not in listed]:
+            raise ValueError(
+                f"config: linear_attn_config: expected each of 1 … {num_layers} once in kda_layers "
+                f"or full_attn_layers, missing {', '.join(map(str, missing))}"
+            )
+        if twice := [i for i in numbers if listed.count(i) > 1]:
+            raise ValueError(
+                f"config: linear_attn_config: expected each of 1 … {num_layers} once in kda_layers "
+                f"or full_attn_layers, got {', '.join(map(str, twice))} more than once"
+            )
+        return [FULL if i in full else LINEAR for i in numbers]
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json, which has no rotary positions."""

@@ -5,7 +5,7 @@ __all__ = ["MiniMaxLanguageModel", "MiniMaxLanguageModelConfig"]
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.lightning_attention import LightningAttention
@@ -26,6 +26,7 @@ from jax_models.models.hybrid import (
     model_layouts,
 )
 from jax_models.models.qwen3_5 import side_by_side
+from jax_models.ops.rotary import checked_rotated
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, ignored, layouts_of, linear, rms_norm
@@ -45,6 +46,15 @@ FILE_EXPERTS = ExpertsKeys(
 )
 """The keys of the experts in a saved file."""
 QKV = "self_attn.qkv_proj.weight"
+FACTORS = {
+    "full_attn_alpha_factor": "full_alpha",
+    "full_attn_beta_factor": "full_beta",
+    "linear_attn_alpha_factor": "lightning_alpha",
+    "linear_attn_beta_factor": "lightning_beta",
+    "mlp_alpha_factor": "mlp_alpha",
+    "mlp_beta_factor": "mlp_beta",
+}
+"""The fields of a config.json with the factors α and β, and those of our config."""
 
 
 def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
@@ -62,6 +72,7 @@ def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
         **experts_sizes(checkpoint, experts),
         "block_types": kinds_by_key(checkpoint, f"*.{QKV}", LINEAR, FULL),
         "num_heads": num_heads,
+        **{name: checkpoint.given(name) for name in FACTORS.values()},
         **attention_sizes(checkpoint, "self_attn"),
         "tied_head": checkpoint.tied_head,
     }
@@ -91,12 +102,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         "partial_rotary_factor": "rotary_fraction",
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token",
-        "full_attn_alpha_factor": "full_alpha",
-        "full_attn_beta_factor": "full_beta",
-        "linear_attn_alpha_factor": "lightning_alpha",
-        "linear_attn_beta_factor": "lightning_beta",
-        "mlp_alpha_factor": "mlp_alpha",
-        "mlp_beta_factor": "mlp_beta",
+        **FACTORS,
         **BALANCE_FIELDS,
     }
     hf_values: ClassVar = {
@@ -122,29 +128,41 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
     """The fraction of each head that rotary positions rotate."""
     epsilon: Positive = 1e-5
     """ε of the norms, except for those of the lightning attention."""
-    full_alpha: Positive = 1.0
+    full_alpha: float = 1.0
     """α of the full attention: the factor of its normed input."""
-    full_beta: Positive = 1.0
+    full_beta: float = 1.0
     """β of the full attention: the factor of its output."""
-    lightning_alpha: Positive = 1.0
+    lightning_alpha: float = 1.0
     """α of the lightning attention."""
-    lightning_beta: Positive = 1.0
+    lightning_beta: float = 1.0
     """β of the lightning attention."""
-    mlp_alpha: Positive = 1.0
+    mlp_alpha: float = 1.0
     """α of the experts."""
-    mlp_beta: Positive = 1.0
+    mlp_beta: float = 1.0
     """β of the experts."""
 
     def build(self, **options: Unpack[NormOptions]) -> "MiniMaxLanguageModel":
         return MiniMaxLanguageModel(self, **options)
 
     @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a config.json, in which the number of experts may have its name in transformers."""
+        names = {"num_experts": "num_local_experts"}
+        return super().from_hf({names.get(name, name): value for name, value in config.items()})
+
+    @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the number of rotated features, which transformers 5.24 ignores."""
+        """Reads `rotary_dim`, the number of rotated features. transformers 5.24 ignores it."""
+        fields = super().converted(given, config) | {"num_kv_heads": cls.kv_heads(given, config)}
+        if "rotary_dim" not in given:
+            return fields
         size = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
-        rotated = {"rotary_fraction": given["rotary_dim"] / size} if "rotary_dim" in given else {}
-        heads = {"num_kv_heads": cls.kv_heads(given, config)}
-        return super().converted(given, config) | rotated | heads
+        rotated = checked_rotated("config: rotary_dim", given["rotary_dim"], size)
+        # Another fraction may also give this number.
+        fraction = given.get("partial_rotary_factor", 1.0)
+        return fields | {
+            "rotary_fraction": fraction if round(size * fraction) == rotated else rotated / size
+        }
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -152,8 +170,18 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         kinds = [cls.kinds[i % 2 == 0] for i in range(given["num_hidden_layers"])]
         return given.get("layer_types", kinds)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the config.json, which also states the number of rotated features."""
+        rotated = {} if self.rotary_fraction == 1 else {"rotary_dim": self.rotary_features}
+        return super().to_hf() | rotated
+
+    @property
+    def rotary_features(self) -> int:
+        """The number of features of a head that `Attention` rotates."""
+        return round(self.head_size * self.rotary_fraction)
+
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "MiniMaxBlock":
-        """Builds the block with this number, whose factors are those of its kind."""
+        """Builds a block, with the residual factors of its kind of mixer."""
         if kind == FULL:
             mixer, factors = self.attention(**options), (self.full_alpha, self.full_beta)
         else:
@@ -170,7 +198,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         )
 
     def attention(self, **options: Any) -> SequenceLayer:
-        rotated = int(self.head_size * self.rotary_fraction)
+        rotated = self.rotary_features
         theta = self.rope_theta if rotated else None
         return super().attention(rotary_features=rotated, rope_theta=theta, epsilon=None, **options)
 
@@ -236,7 +264,7 @@ class MiniMaxLanguageModel(HybridLanguageModel):
 def lightning_attention_layouts(layer: LightningAttention) -> Layouts:
     """`minimax`: the keys of transformers' MiniMaxLightningAttention.
 
-    It also saves decays within a block of steps, and computes them again where they are missing.
+    transformers also saves decays, which it recomputes if a file lacks them.
     """
     sizes = (layer.head_features,) * 3
     return {

@@ -47,7 +47,7 @@ class MiniMaxBlock(nn.Module):
                 config.features,
                 **sizes,
                 num_kv_heads=config.num_kv_heads,
-                rotary_features=int(config.head_size * config.rotary_fraction),
+                rotary_features=config.rotary_features,
                 rope_theta=config.rope_theta,
             )
         self.mlp_factors = config.mlp_alpha, config.mlp_beta
