@@ -49,7 +49,7 @@ def assert_close(got: Any, expected: np.ndarray, tolerance: float = 1e-11) -> No
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The `state_dict`, without the decays of MiniMax, which are functions of its config."""
-    decays = ".slope_rate", "_decay"
+    decays = ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay"
     return {key: a for key, a in model.state_dict().items() if not key.endswith(decays)}
 
 
