@@ -62,8 +62,8 @@ def different_layers(cases: Iterable[Case]) -> Iterator[Case]:
 def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
     """The layer of a case on one chip: its forward pass, and the same with the weights' gradients.
 
-    An operator may take another form where no gradient is computed. Of a language model, the
-    forward pass alone would repeat what the forward passes of its layers show.
+    An operator may take another form where no gradient is computed. The forward pass of a language
+    model alone would repeat what the forward passes of its layers show.
     """
     sharding = SingleDeviceSharding(*topology.chips)
     if case.config is None:

@@ -87,7 +87,7 @@ class LingLanguageModelConfig(KimiLinearLanguageModelConfig):
     rope_theta: Positive = 6e6
     """θ of `ops.rotary`."""
     min_log_decay: float | None = -5.0
-    """The lower bound of the logarithms of decays. None: there is none."""
+    """The lower bound of the logarithms of decays. None: decays are not bounded."""
     num_dense_layers: Index = 2
     """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
     experts_scale: Positive = 2.5
