@@ -2,7 +2,7 @@
 
 from jax_models.models.hf import HFConfig
 from parity_tests.checks import CHECKS
-from parity_tests.registry import CASES, FIRST_CASES, LANGUAGE_MODELS, MUTATIONS
+from parity_tests.registry import CASES, FIRST_CASES, LANGUAGE_MODELS, LAYERS, MUTATIONS
 from parity_tests.registry.mutation import LEFT_PADDING
 
 FAULTS = {(m.case, m.check) for m in MUTATIONS if m.check}
@@ -68,7 +68,12 @@ COLLECTED = [
 ]
 """Each case and check that is a test."""
 
+_ARCHITECTURES = {CASES[name].architecture for name in (*LAYERS, *LANGUAGE_MODELS)}
 LOCATED = [
-    *{CASES[m.case].architecture: m for m in MUTATIONS if m.culprit is not None}.values(),
+    *{
+        CASES[m.case].architecture: m
+        for m in MUTATIONS
+        if m.culprit is not None and CASES[m.case].architecture in _ARCHITECTURES
+    }.values(),
 ]
-"""A planted fault of each architecture whose place `locate` must find."""
+"""A planted fault of each layer and of each kind of blocks, whose place `locate` must find."""
