@@ -46,11 +46,11 @@ class Arguments:
     """Compile layers, kernels and a training step for TPUs, with products in full float32.
 
     Needs no TPU. Of each class of layers and each `method`, the first case of the registry is
-    compiled twice: its forward pass alone, and with the gradients of its weights. A language model
-    is compiled once, with the gradients. The training step of the preset is compiled for one chip
-    and for 256, that of a model with a billion parameters for 256, and that on a million tokens for
-    16. By default, all are compiled for a v5e, and the kernels also for a v6e, because nothing else
-    depends on the kind of chip.
+    compiled twice: its forward pass alone, and with the gradients of its weights. The first
+    language model with each kind of blocks is compiled once, with the gradients. The training step
+    of the preset is compiled for one chip and for 256, that of a model with a billion parameters
+    for 256, and that on a million tokens for 16. By default, all are compiled for a v5e, and the
+    kernels also for a v6e, because nothing else depends on the kind of chip.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

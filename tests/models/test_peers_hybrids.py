@@ -458,6 +458,13 @@ WITH_EXPERTS = [
     if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LING, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
+PADS = np.array([7, 0])
+IS_TEXT = np.arange(TOKENS.shape[1]) >= PADS[:, None]
+
+
+def padded(rows: np.ndarray) -> np.ndarray:
+    """The rows without their last steps, behind as many pads on the left."""
+    return np.stack([np.roll(row, pad, axis=0) for row, pad in zip(rows, PADS, strict=True)])
 
 
 def built(name: str, **options: Any) -> Any:
@@ -476,6 +483,18 @@ def hf(request) -> Any:
     return built(request.param)
 
 
+@pytest.fixture(scope="module")
+def logits(hf) -> torch.Tensor:
+    """The logits of the model in float64, which can be differentiated."""
+    with InFloat64():
+        return call_transformers(hf, torch.as_tensor(TOKENS))
+
+
+@pytest.fixture(scope="module")
+def expected(logits) -> np.ndarray:
+    return logits.detach().numpy()
+
+
 @pytest.fixture
 def folder(hf, tmp_path, monkeypatch) -> Path:
     """The model in float32, as transformers saves it."""
@@ -485,16 +504,27 @@ def folder(hf, tmp_path, monkeypatch) -> Path:
     return tmp_path / "hf"
 
 
-def test_logits_and_gradients_are_those_of_transformers(hf, folder):
-    """The config is that of the folder. The twin could share a misreading, so it is compared."""
-    config = load_pretrained(folder).config
-    load = partial(from_weights, config=config)
-    assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers)
+def test_logits_and_gradients_are_those_of_transformers(hf, folder, logits, expected):
+    """Pads on the left have no influence. The config is that of the folder.
+
+    The gradients are the twin's, with which the registry compares the model's.
+    """
+    config, weights = load_pretrained(folder).config, weights_of(hf)
+    with jax.enable_x64(True):
+        model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
+        jax.tree.map(np.testing.assert_array_equal, to_torch(model, "hf"), weights)
+        ours, _ = jax.jit(model.__call__)(padded(TOKENS), starts=PADS)
+    assert_close(ours[IS_TEXT], padded(expected)[IS_TEXT])
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
     twin = twin.from_config(config).double()
-    twin.load_state_dict(weights_of(hf))
-    with torch.no_grad():
-        assert_close(twin(torch.as_tensor(TOKENS))[0], logits_of(hf, TOKENS))
+    twin.load_state_dict(weights)
+    of_twin, _ = twin(torch.as_tensor(TOKENS))
+    assert_close(of_twin.detach(), expected)
+    of_twin.sin().sum().backward()
+    with InFloat64():
+        logits.sin().sum().backward()
+    for name, parameter in hf.named_parameters():
+        assert_close(twin.get_parameter(name).grad, parameter.grad.numpy(), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -528,43 +558,38 @@ def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
 
 
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
-def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
+def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
     """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
-    config = load_pretrained(folder).config
-    expected = logits_of(hf, TOKENS)
+    config = config_of({}, hf.config.to_dict())
     with jax.enable_x64(True):
         model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
         model = nnx.view(model, max_length=TOKENS.shape[1])
-        call, call_step = jax.jit(model.__call__), jax.jit(model.step)
-        _, state = call(TOKENS[:, :-2])
+        call_step = jax.jit(model.step)
+        _, state = jax.jit(model.__call__)(TOKENS[:, :-2])
         step, state = call_step(TOKENS[:, -2], state)
         last, _ = call_step(TOKENS[:, -1], state)
-        pads = np.array([7, 0])
-        padded = np.stack([np.roll(row, pad) for row, pad in zip(TOKENS, pads, strict=True)])
-        ours, _ = call(padded, starts=pads)
     assert_close(np.stack([step, last], axis=1), expected[:, -2:])
-    is_text = np.arange(TOKENS.shape[1]) >= pads[:, None]
-    theirs = logits_of(hf, padded, attention_mask=torch.as_tensor(is_text, dtype=torch.long))
-    read = logits_of(hf, TOKENS[:1, :-7])[0]
-    assert_close(ours[0, 7:], read)
+    mask = torch.as_tensor(IS_TEXT, dtype=torch.long)
+    theirs, expected = logits_of(hf, padded(TOKENS), attention_mask=mask), padded(expected)
     is_short = isinstance(hf, transformers.Lfm2MoeForCausalLM)
     if config.conv_bias if is_short else getattr(config, "mamba_bias", False):
-        assert np.abs(theirs[0, 7:] - read).max() > 0.05 * np.abs(read).max()
+        departure = np.abs(theirs - expected)[0, PADS[0] :].max()
+        assert departure > 0.05 * np.abs(expected).max()
     else:
-        assert_close(theirs[is_text], ours[is_text])
+        assert_close(theirs[IS_TEXT], expected[IS_TEXT])
 
 
 OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax"]
 
 
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *OTHER_CACHES], indirect=True)
-def test_cached_steps_of_transformers_depart_from_its_sequences(hf):
+def test_cached_steps_of_transformers_depart_from_its_sequences(hf, expected):
     """Faults of transformers 5.24: a step forgets the limits of Δ.
 
     Bamba and MiniMax restart positions. A piece of several tokens forgets the state of Jamba's
     Mamba (47087), and MiniMax refuses it, unless the lowest block has full attention.
     """
-    expected = logits_of(hf, TOKENS)[:, -1]
+    expected = expected[:, -1]
     scale = np.abs(expected).max()
 
     def last_piece(count: int = 1, **options: Any) -> np.ndarray:
@@ -672,7 +697,7 @@ def test_greedy_tokens_are_those_of_transformers(hf, folder):
     np.testing.assert_array_equal(ours, theirs[:, 9:])
 
 
-def test_transformers_loads_what_is_exported(hf, folder):
+def test_transformers_loads_what_is_exported(hf, folder, expected):
     """Strictly, and with the same weights and logits."""
     command.main(["--from", "hf", "--to", "back"])
     read, report = type(hf).from_pretrained("back", output_loading_info=True, **EAGER)
@@ -682,7 +707,7 @@ def test_transformers_loads_what_is_exported(hf, folder):
     assert config_of({}, read.config.to_dict()) == config_of({}, hf.config.to_dict())
     for key, array in weights_of(hf).items():
         assert torch.equal(read.state_dict()[key].double(), array), key
-    assert_close(logits_of(read.double(), TOKENS), logits_of(hf, TOKENS), 1e-5)
+    assert_close(logits_of(read.double(), TOKENS), expected, 1e-5)
 
 
 def test_a_multimodal_folder_is_read(tmp_path, monkeypatch):
