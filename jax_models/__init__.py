@@ -38,6 +38,7 @@ from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
+from jax_models.layers.mlstm import *
 from jax_models.layers.norm import *
 from jax_models.layers.residual import *
 from jax_models.layers.reversed import *

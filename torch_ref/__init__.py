@@ -28,6 +28,7 @@ from torch_ref.layers.mamba import *
 from torch_ref.layers.mamba2 import *
 from torch_ref.layers.min_rnn import *
 from torch_ref.layers.mlp import *
+from torch_ref.layers.mlstm import *
 from torch_ref.layers.norm import *
 from torch_ref.layers.reversed import *
 from torch_ref.layers.rg_lru import *
