@@ -62,8 +62,8 @@ class MLSTM(SequenceLayer[MLSTMState]):
         key_features: size of each head of q and k. None: features / (2 num_heads).
         value_features: size of each head of v. None: features / num_heads.
         gate_soft_cap: c, which bounds i and f.
-        epsilon: ε of h.
-        norm_epsilon: ε of `norm`.
+        normalizer_epsilon: ε of h.
+        epsilon: ε of `norm`.
         in_init: initializes W_q, W_k and W_v. None: like `kernel_init`.
         out_init: initializes W_out. None: like `kernel_init`.
         method: the method of `ops.gated_delta_rule`.
@@ -92,8 +92,8 @@ class MLSTM(SequenceLayer[MLSTMState]):
         key_features: int | None = None,
         value_features: int | None = None,
         gate_soft_cap: Positive = 15.0,
+        normalizer_epsilon: Positive = 1e-6,
         epsilon: Positive = 1e-6,
-        norm_epsilon: Positive = 1e-6,
         in_init: Initializer | None = None,
         out_init: Initializer | None = None,
         method: ops.GatedDeltaRuleMethod = "auto",
@@ -107,7 +107,7 @@ class MLSTM(SequenceLayer[MLSTMState]):
             check_divides("2 num_heads", 2 * num_heads, "features", features)
             key_features = features // (2 * num_heads)
         self.num_heads, self.head_sizes = num_heads, (key_features, value_features)
-        self.gate_soft_cap, self.epsilon = gate_soft_cap, epsilon
+        self.gate_soft_cap, self.normalizer_epsilon = gate_soft_cap, normalizer_epsilon
         self.method = GATED_DELTA_RULE.checked_method(method)
         keys, values = num_heads * key_features, num_heads * value_features
         matrix = with_inits(options, lecun_normal, None, use_bias=False)
@@ -126,7 +126,7 @@ class MLSTM(SequenceLayer[MLSTMState]):
         self.norm = GroupNorm(
             values,
             num_groups=num_heads,
-            epsilon=norm_epsilon,
+            epsilon=epsilon,
             use_bias=False,
             **filter_options(options),
         )
@@ -178,7 +178,7 @@ class MLSTM(SequenceLayer[MLSTMState]):
         m: Float[Array, "batch time heads 1"],
     ) -> Float[Array, "batch time heads value"]:
         """h, if `value` and `total` are C q and nᵀ q, both times exp(−m)."""
-        return value / (jnp.maximum(jnp.abs(total), jnp.exp(-m)) + self.epsilon)
+        return value / (jnp.maximum(jnp.abs(total), jnp.exp(-m)) + self.normalizer_epsilon)
 
     def gated(
         self, h: Float[Array, "batch time inner"], o: Float[Array, "batch time inner"]

@@ -20,7 +20,7 @@ from parity_tests.registry.mutation import (
 
 mlstm = partial(paired, layout="xlstm", architecture="mlstm")
 SIZES: dict[str, Any] = {"num_heads": 3, "key_features": 2, "value_features": 4}
-CAPPED: dict[str, Any] = {**SIZES, "gate_soft_cap": 2.0, "epsilon": 0.1, "norm_epsilon": 1e-3}
+CAPPED: dict[str, Any] = {**SIZES, "gate_soft_cap": 2.0, "normalizer_epsilon": 0.1, "epsilon": 1e-3}
 CASE = "MLSTM"
 CASES = [
     mlstm(CASE, partial(MLSTM, 7, **CAPPED)),
@@ -37,7 +37,7 @@ def divided_by(divisor):
     """Divides C q by another function of nᵀ q, exp(−m) and ε."""
 
     def wrong(_):
-        return lambda layer, value, total, m: value / divisor(total, jnp.exp(-m), layer.epsilon)
+        return lambda layer, value, total, m: value / divisor(total, jnp.exp(-m), layer.normalizer_epsilon)
 
     return replaced(f"{LAYER}.normalized", wrong)
 

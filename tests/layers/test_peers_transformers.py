@@ -191,7 +191,7 @@ def test_mlstm_is_that_of_transformers(mode):
     module = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
     options = {"gate_soft_cap": 5.0, "eps": 0.1, "norm_eps": 1e-3, "chunk_size": 16}
     config = transformers.xLSTMConfig(hidden_size=12, num_heads=3, weight_mode=mode, **options)
-    ours = {"num_heads": 3, "gate_soft_cap": 5.0, "epsilon": 0.1, "norm_epsilon": 1e-3}
+    ours = {"num_heads": 3, "gate_soft_cap": 5.0, "normalizer_epsilon": 0.1, "epsilon": 1e-3}
     layout = {"single": "xlstm", "fused": "xlstm-fused"}[mode]
     peer = module.xLSTMLayer(config)
     assert_is_mixer(peer, MLSTM, layout, **ours, call_twin=lambda peer, x: peer(x)[0])

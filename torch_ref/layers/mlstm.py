@@ -45,13 +45,14 @@ class MLSTM(nn.Module):
         key_features: int,
         value_features: int,
         gate_soft_cap: float = 15.0,
+        normalizer_epsilon: float = 1e-6,
         epsilon: float = 1e-6,
-        norm_epsilon: float = 1e-6,
         fused: bool = False,
     ):
         super().__init__()
         self.num_heads, self.key_features = num_heads, key_features
-        self.gate_soft_cap, self.epsilon, self.fused = gate_soft_cap, epsilon, fused
+        self.gate_soft_cap, self.fused = gate_soft_cap, fused
+        self.normalizer_epsilon = normalizer_epsilon
         keys, values = num_heads * key_features, num_heads * value_features
         self.sizes = keys, keys, values, values
         if fused:
@@ -64,7 +65,7 @@ class MLSTM(nn.Module):
             self.ogate_preact = nn.Linear(features, values, bias=False)
             self.igate_preact = nn.Linear(features, num_heads)
             self.fgate_preact = nn.Linear(features, num_heads)
-        self.multihead_norm = HeadNorm(num_heads, value_features, norm_epsilon)
+        self.multihead_norm = HeadNorm(num_heads, value_features, epsilon)
         self.out_proj = nn.Linear(values, features, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +92,7 @@ class MLSTM(nn.Module):
             c = forget[..., None, None] * c + v_t[..., :, None] * k_t[..., None, :]
             n = forget[..., None] * n + k_t
             total = (n * q_t).sum(dim=-1)
-            divisor = torch.maximum(total.abs(), torch.exp(-m)) + self.epsilon
+            divisor = torch.maximum(total.abs(), torch.exp(-m)) + self.normalizer_epsilon
             outputs.append((c @ q_t[..., None])[..., 0] / divisor[..., None])
         h = self.multihead_norm(torch.stack(outputs, dim=1).flatten(-2))
         return self.out_proj(h * torch.sigmoid(o)), (c, n, m)
