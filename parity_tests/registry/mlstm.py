@@ -37,7 +37,9 @@ def divided_by(divisor):
     """Divides C q by another function of nᵀ q, exp(−m) and ε."""
 
     def wrong(_):
-        return lambda layer, value, total, m: value / divisor(total, jnp.exp(-m), layer.normalizer_epsilon)
+        return lambda layer, value, total, m: (
+            value / divisor(total, jnp.exp(-m), layer.normalizer_epsilon)
+        )
 
     return replaced(f"{LAYER}.normalized", wrong)
 
