@@ -10,7 +10,6 @@ from parity_tests.registry.mutation import (
     edited,
     epsilon_doubled,
     exchanged,
-    mask_ignored,
     with_value,
 )
 
@@ -66,5 +65,4 @@ MUTATIONS = [
         "weights",
         plant=edited(exchanged("blocks.0.mlp", "gate_proj", "up_proj")),
     ),
-    *mask_ignored(CASE, "jax_models.ops.gated_delta_rule"),
 ]
