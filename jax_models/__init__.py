@@ -38,6 +38,7 @@ from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
+from jax_models.layers.mlstm import *
 from jax_models.layers.norm import *
 from jax_models.layers.residual import *
 from jax_models.layers.reversed import *
@@ -80,6 +81,7 @@ from jax_models.models.rwkv import *
 from jax_models.models.rwkv6 import *
 from jax_models.models.rwkv7 import *
 from jax_models.models.silero_vad import *
+from jax_models.models.xlstm import *
 from jax_models.sequence import *
 from jax_models.weights.bounds import *
 from jax_models.weights.constant import *

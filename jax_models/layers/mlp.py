@@ -30,7 +30,8 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         mlp_features: width of the MLP.
         use_bias: whether the three projections have biases.
         activation: the exact gelu, its approximation, or silu.
-        down_init: initializes W_down. None: like the other matrices.
+        gate_init: initializes W_gate. None: like `kernel_init`.
+        down_init: initializes W_down. None: like `kernel_init`.
         **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the biases
             to zero.
 
@@ -48,13 +49,15 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         *,
         use_bias: bool = False,
         activation: GateActivation = "gelu",
+        gate_init: Initializer | None = None,
         down_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
         matrix = _options_of_projections(use_bias, options)
         self.activation: GateActivation = activation
         self.use_bias = use_bias
-        self.gate_proj = Linear(features, mlp_features, **matrix)
+        gate = {**matrix, "kernel_init": gate_init or matrix["kernel_init"]}
+        self.gate_proj = Linear(features, mlp_features, **gate)
         self.up_proj = Linear(features, mlp_features, **matrix)
         matrix["kernel_init"] = down_init or matrix["kernel_init"]
         self.down_proj = Linear(mlp_features, features, **matrix)

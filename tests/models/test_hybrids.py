@@ -93,6 +93,10 @@ MINIMAX_FILE = SIZES | {
 KIMI = SIZES | {"model_type": "kimi_linear"}
 KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
 LING = SIZES | {"model_type": "bailing_hybrid"}
+XLSTM = {"model_type": "xlstm", "vocab_size": 11, "hidden_size": 48, "num_hidden_layers": 2}
+XLSTM |= {"num_heads": 4}
+XLSTM_FILE = {**XLSTM, "hidden_size": None, "num_hidden_layers": None, "embedding_dim": 48}
+XLSTM_FILE |= {"num_blocks": 3, "weight_mode": "single"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -120,13 +124,17 @@ def read(fields: dict[str, Any]) -> Any:
         MINIMAX | {"rotary_dim": 30, "head_dim": 44},
         KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
         LING | {"head_dim": 5, "kda_safe_gate": False, "rope_theta": 3.0},
+        XLSTM | {"hidden_size": 47, "qk_dim_factor": 0.52, "v_dim_factor": 1.03},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
     assert read(json.loads(json.dumps(config.to_hf()))) == config
     names = {field.name for field in fields_of(config)}
-    for change in ({"tied_head": not config.tied_head}, {"head_features": 6, "rope_theta": 7.0}):
+    for change in (
+        {"tied_head": not getattr(config, "tied_head", True)},
+        {"head_features": 6, "rope_theta": 7.0},
+    ):
         changed = replace(config, **{name: change[name] for name in names & change.keys()})
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
@@ -254,6 +262,12 @@ ROPE = "rope_parameters"
         (LING | {"kda_safe_gate": False}, "min_log_decay", None),
         (LING | {"rope_theta": 7.0}, "rope_theta", 7.0),
         (LING, "num_dense_layers", 2),
+        (XLSTM, "key_features", 6),
+        (XLSTM, "value_features", 12),
+        (XLSTM, "mlp_features", 128),
+        (XLSTM | {"ffn_round_up_to_multiple_of": 3}, "mlp_features", 129),
+        (XLSTM_FILE, "features", 48),
+        (XLSTM_FILE, "num_layers", 3),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -356,6 +370,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             "linear_attn_config: expected each of 1 … 6 once in .*, got 2 more than once",
         ),
         (KIMI | {"mla_use_nope": False}, "mla_use_nope: expected True, got False"),
+        (XLSTM | {"use_bias": True}, "use_bias: expected False, got True"),
+        (XLSTM | {"add_out_norm": False}, "add_out_norm: expected True, got False"),
+        (XLSTM | {"v_dim_factor": 1.05}, "v_dim_factor: expected .* num_heads = 4 .*, got 50"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},

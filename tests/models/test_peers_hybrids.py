@@ -1,4 +1,4 @@
-"""Compares the hybrids, Mamba-2 and RecurrentGemma with transformers."""
+"""Compares the hybrids, Mamba-2, xLSTM and RecurrentGemma with transformers."""
 
 import copy
 from functools import partial
@@ -173,7 +173,20 @@ OTHER_LATENT = {
     "norm_topk_prob": False,
 }
 KIMI_SIZES = {**SIZES, **LATENT, "linear_num_heads": 3, "linear_head_dim": 6}
+XLSTM_SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 64,  # transformers takes multiples of 64 for the sizes of q, k and v in caches
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "qk_dim_factor": 1.0,
+    "ffn_proj_factor": 0.3,
+    "ffn_round_up_to_multiple_of": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
+XLSTM = "xLSTMForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12, "full_attention_interval": 2}),
     "Qwen3.5, other options": (
@@ -421,6 +434,22 @@ MODELS: dict[str, tuple[str, Any]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "xLSTM": (XLSTM, XLSTM_SIZES),
+    "xLSTM, other options": (
+        XLSTM,
+        {
+            **XLSTM_SIZES,
+            "hidden_size": 24,
+            "num_heads": 3,
+            "qk_dim_factor": 0.5,
+            "v_dim_factor": 2.0,
+            "gate_soft_cap": 3.0,
+            "output_logit_soft_cap": 2.0,
+            "eps": 0.1,
+            "norm_eps": 1e-3,
+            "chunk_size": 16,
+        },
+    ),
     "RecurrentGemma": (
         GEMMA,
         {
@@ -557,13 +586,16 @@ def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS, "xLSTM"], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
-    """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
+    """In transformers 5.24, biases of a Mamba-2 or a short convolution leak left pads.
+
+    xLSTM reads the pads like other tokens.
+    """
     config = config_of({}, hf.config.to_dict())
     with jax.enable_x64(True):
         model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
-        model = nnx.view(model, max_length=TOKENS.shape[1])
+        model = nnx.view(model, max_length=TOKENS.shape[1], raise_if_not_found=False)
         call_step = jax.jit(model.step)
         _, state = jax.jit(model.__call__)(TOKENS[:, :-2])
         step, state = call_step(TOKENS[:, -2], state)
@@ -571,15 +603,15 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
     assert_close(np.stack([step, last], axis=1), expected[:, -2:])
     mask = torch.as_tensor(IS_TEXT, dtype=torch.long)
     theirs, expected = logits_of(hf, padded(TOKENS), attention_mask=mask), padded(expected)
-    is_short = isinstance(hf, transformers.Lfm2MoeForCausalLM)
-    if config.conv_bias if is_short else getattr(config, "mamba_bias", False):
+    leaks = "conv_bias" if isinstance(hf, transformers.Lfm2MoeForCausalLM) else "mamba_bias"
+    if isinstance(hf, transformers.xLSTMForCausalLM) or getattr(config, leaks, False):
         departure = np.abs(theirs - expected)[0, PADS[0] :].max()
         assert departure > 0.05 * np.abs(expected).max()
     else:
         assert_close(theirs[IS_TEXT], expected[IS_TEXT])
 
 
-OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax"]
+OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax", "xLSTM"]
 
 
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *OTHER_CACHES], indirect=True)

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import train.command.train as train_command
 from jax_models import (
+    MLSTM,
     GatedDeltaNet,
     GatedMLP,
     GriffinRecurrence,
@@ -334,6 +335,7 @@ delta = partial(
 )
 kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
 lightning = partial(LightningAttention, 32, num_heads=4)
+mlstm = partial(MLSTM, 32, num_heads=4)
 latent = partial(
     LatentAttention,
     32,
@@ -370,6 +372,9 @@ latent = partial(
         (kimi, "dt_bias", 0),
         (lightning, "g_proj.kernel", 1),
         (lightning, "out_proj.kernel", 0),
+        (mlstm, "i_proj.bias", 0),
+        (mlstm, "norm.scale", 0),
+        (mlstm, "out_proj.kernel", 0),
         (latent, "q_proj.kernel", 1),
         (latent, "latent_proj.kernel", None),
         (latent, "kv_proj.kernel", 1),
