@@ -128,13 +128,12 @@ class HybridConfig(PatternConfig):
                 f"config: layer_types: expected num_hidden_layers={num_layers} entries, got "
                 f"{len(types)}"
             )
-        return {"block_types": shortest_pattern(types)}
-
-    @classmethod
-    def kv_heads(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The number of heads of keys. If it is null, it is that of queries, not the default."""
-        default = cls.hf_defaults.get("num_key_value_heads")
-        return config.get("num_key_value_heads", default) or given["num_attention_heads"]
+        fields: dict[str, Any] = {"block_types": shortest_pattern(types)}
+        if (name := "num_key_value_heads") in cls.hf_fields:
+            # If it is null, it is the number of heads of queries, not the default.
+            heads = config.get(name, given.get(name)) or given["num_attention_heads"]
+            fields["num_kv_heads"] = heads
+        return fields
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -209,6 +208,40 @@ class ExpertsConfig(HybridConfig):
     def experts(self, **options: Any) -> Experts:
         sizes = self.features, self.expert_features, self.num_experts, self.experts_per_token
         return Experts(*sizes, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidExpertsConfig(ExpertsConfig):
+    """The base class of the configs of hybrids whose routers score experts with a sigmoid."""
+
+    experts_scale: Positive = 1.0
+    """The factor of the weights of the experts."""
+    normalize_experts: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def experts(self, **options: Any) -> Experts:
+        weights = {"normalize": self.normalize_experts, "scale": self.experts_scale}
+        return super().experts(scores="sigmoid", **weights, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedExpertsConfig(SigmoidExpertsConfig):
+    """The base class of the configs of hybrids that choose experts from the best groups.
+
+    A bias, which training leaves alone, influences the choice.
+    """
+
+    num_expert_groups: int = 1
+    """Number of groups of experts."""
+    expert_groups_per_token: int = 1
+    """Number of groups from which the experts of a token are chosen."""
+
+    def experts(self, **options: Any) -> Experts:
+        groups = {
+            "num_groups": self.num_expert_groups,
+            "groups_per_token": self.expert_groups_per_token,
+        }
+        return super().experts(use_expert_bias=True, **groups, **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
+    SigmoidExpertsConfig,
     attention_sizes,
     experts_sizes,
     model_layouts,
@@ -105,7 +105,7 @@ LFM2_MOE = HFModel(
 
 
 @dataclasses.dataclass(frozen=True)
-class LFM2LanguageModelConfig(ExpertsConfig):
+class LFM2LanguageModelConfig(SigmoidExpertsConfig):
     """The config of LFM2. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls the models with experts `lfm2_moe`.
@@ -150,10 +150,6 @@ class LFM2LanguageModelConfig(ExpertsConfig):
     """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
     use_expert_bias: bool = False
     """Whether a bias, which training leaves alone, influences the choice of experts."""
-    normalize_experts: bool = True
-    """Whether the weights of a token's experts are divided by their sum."""
-    experts_scale: Positive = 1.0
-    """The factor by which the weights of the experts are multiplied."""
 
     def build(self, **options: Unpack[NormOptions]) -> "LFM2LanguageModel":
         return LFM2LanguageModel(self, **options)
@@ -192,14 +188,7 @@ class LFM2LanguageModelConfig(ExpertsConfig):
         return self.num_experts > 0 and number >= self.num_dense_layers
 
     def experts(self, **options: Any) -> Experts:
-        return super().experts(
-            scores="sigmoid",
-            normalize=self.normalize_experts,
-            epsilon=1e-6,
-            scale=self.experts_scale,
-            use_expert_bias=self.use_expert_bias,
-            **options,
-        )
+        return super().experts(epsilon=1e-6, use_expert_bias=self.use_expert_bias, **options)
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(qk_norm="head", **options)

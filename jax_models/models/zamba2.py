@@ -108,6 +108,7 @@ class Zamba2LanguageModelConfig(Mamba2HybridConfig):
         "use_shared_attention_adapter": "attention_adapters",
         "adapter_rank": "adapter_rank",
     }
+    hf_aliases: ClassVar = {"layer_types": "layers_block_type"}
     hf_sizes: ClassVar = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     hf_values: ClassVar = {
         "hidden_act": ("gelu",),
@@ -171,8 +172,7 @@ class Zamba2LanguageModelConfig(Mamba2HybridConfig):
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
         default = [cls.kinds[i in HYBRIDS] for i in range(54)]
-        types = given.get("layers_block_type", given.get("layer_types", default))
-        return [OLDER_KINDS.get(kind, kind) for kind in types]
+        return [OLDER_KINDS.get(kind, kind) for kind in given.get("layers_block_type", default)]
 
     def to_hf(self) -> dict[str, Any]:
         least, greatest = self.dt_limits

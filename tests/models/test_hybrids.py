@@ -76,6 +76,22 @@ NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
 ZAMBA2 = SIZES | {"model_type": "zamba2", "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
 MINIMAX = SIZES | {"model_type": "minimax"}
+MINIMAX_FILE = SIZES | {
+    "model_type": "minimax_text_01",
+    "attn_type_list": [0, 0, 1] * 2,
+    "layernorm_full_attention_alpha": 2,
+    "layernorm_full_attention_beta": 3,
+    "layernorm_linear_attention_alpha": 4,
+    "layernorm_linear_attention_beta": 5,
+    "layernorm_mlp_alpha": 6,
+    "layernorm_mlp_beta": 7,
+    "postnorm": True,
+    "rotary_dim": 2,
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+}
+"""The fields of the config.json that MiniMax published."""
 KIMI = SIZES | {"model_type": "kimi_linear"}
 KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
 LING = SIZES | {"model_type": "bailing_hybrid"}
@@ -222,6 +238,13 @@ ROPE = "rope_parameters"
         (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
         (MINIMAX | {"rotary_dim": 30, "head_dim": 44}, "rotary_features", 30),
         (MINIMAX | {"num_experts": 5}, "num_experts", 5),
+        (MINIMAX_FILE, "block_types", (LINEAR, LINEAR, FULL)),
+        (MINIMAX_FILE, "full_alpha", 2.0),
+        (MINIMAX_FILE, "full_beta", 3.0),
+        (MINIMAX_FILE, "lightning_alpha", 4.0),
+        (MINIMAX_FILE, "lightning_beta", 5.0),
+        (MINIMAX_FILE, "mlp_alpha", 6.0),
+        (MINIMAX_FILE, "mlp_beta", 7.0),
         (MINIMAX | {"mlp_alpha_factor": -1.5}, "mlp_alpha", -1.5),
         (MINIMAX | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (KIMI, "mixings", [LINEAR] * 4 + [FULL, LINEAR]),
@@ -332,6 +355,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             "num_kv_heads: expected num_heads = 4 with attention_adapters, .* got 2",
         ),
         (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
+        (MINIMAX_FILE | {"attn_type_list": [0, 2] * 3}, "layer_types: expected some of .*2"),
+        (MINIMAX_FILE | {"postnorm": False}, "postnorm: expected True, got False"),
+        (MINIMAX_FILE | {"shared_intermediate_size": 3}, "shared_intermediate_size: .* 0, got 3"),
         (MINIMAX | {"num_local_experts": 0}, "num_experts: expected .*, got 0"),
         (MINIMAX | {"rotary_dim": 3}, "rotary_dim: expected an even number .*, got 3"),
         (MINIMAX | {"rotary_dim": 6}, "rotary_dim: expected .* 4 features, got 6"),

@@ -665,6 +665,8 @@ def test_the_rotated_part_of_minimax_is_not_that_of_transformers(tmp_path, monke
 def test_defaults_are_those_of_transformers(ours):
     """A config.json of the sizes alone is read as the whole one that transformers writes."""
     for model_type in ours.model_types:
+        if model_type not in transformers.CONFIG_MAPPING:
+            continue  # published beside code of its own
         whole = transformers.AutoConfig.for_model(model_type).to_dict()
         if "text_config" in whole:
             continue  # its text part has a `model_type` of its own
