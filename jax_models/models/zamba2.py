@@ -45,13 +45,13 @@ HYBRIDS = (*range(6, 43, 6), 47, 51)
 
 
 def _num_shared_blocks(checkpoint: Checkpoint) -> int:
-    """The difference between the numbers of the adapters that a block has."""
-    adapters = [
-        checkpoint.in_blocks(f"*.{MLP_ADAPTERS}.{i}.0.weight")
-        for i in range(sum(checkpoint.in_blocks("*.linear.weight")))
-    ]
-    later = (i for i, there in enumerate(adapters) if i and any(map(min, there, adapters[0])))
-    return next(later, len(adapters))
+    """The distance between the numbers of the adapters in a shared transformer."""
+    count = sum(checkpoint.in_blocks("*.linear.weight"))
+    lowest, *others = (
+        checkpoint.in_blocks(f"*.{MLP_ADAPTERS}.{number}.0.weight") for number in range(count)
+    )
+    shares = (any(a and b for a, b in zip(lowest, other, strict=True)) for other in others)
+    return next((number for number, shared in enumerate(shares, 1) if shared), count)
 
 
 def _sizes(checkpoint: Checkpoint) -> Fields:
