@@ -82,6 +82,7 @@ from jax_models.models.rwkv6 import *
 from jax_models.models.rwkv7 import *
 from jax_models.models.silero_vad import *
 from jax_models.models.xlstm import *
+from jax_models.models.zamba2 import *
 from jax_models.sequence import *
 from jax_models.weights.bounds import *
 from jax_models.weights.constant import *

@@ -66,6 +66,7 @@ from torch_ref.models.rwkv6 import *
 from torch_ref.models.rwkv7 import *
 from torch_ref.models.silero_vad import *
 from torch_ref.models.xlstm import *
+from torch_ref.models.zamba2 import *
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name for name, value in globals().items() if hasattr(value, "__module__") and name[0] != "_"

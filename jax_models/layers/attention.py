@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides, checked_size
-from jax_models.layers.linear import Linear, normal_of_fan_in
+from jax_models.layers.linear import Adapter, Linear, adapted, normal_of_fan_in
 from jax_models.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis, whole
 from jax_models.ops import LocalAttentionState, Rows
@@ -148,13 +148,14 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         y = (softmax(q kᵀ / √head_features) v ⊙ σ(gate)) W_out
 
     The softmax of each head is over the steps up to the current one, or over the last `window`
-    steps. x and y are (batch, time, features). The state is `LocalAttentionState(position, keys,
+    steps. x and y are (batch, time, features) or, if given, y is (batch, time, out_features). The
+    state is `LocalAttentionState(position, keys,
     values)`. With a window, it holds the last window − 1 steps. Otherwise, it has `max_length`
     slots, and the outputs from step max_length of a document on are NaN. A step costs O(window),
     or without a window O(steps of the document so far).
 
     Args:
-        features: size of x_t and y_t.
+        features: size of x_t, and of y_t unless there are `out_features`.
         num_heads: number of heads of the queries.
         num_kv_heads: number of heads of the keys and values, a divisor of num_heads. Each is shared
             by num_heads / num_kv_heads neighboring heads of the queries. None: num_heads.
@@ -165,6 +166,7 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             for those of the document so far, if the state is donated to `jax.jit`. None: the layer
             runs over whole sequences, and cannot continue from a state. `generate` sets it for its
             text, and `nnx.view(model, max_length=…)` for any use of a model.
+        out_features: size of y_t. None: features.
         rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
             with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
             in transformers. None: the whole head. 0: no rotation.
@@ -205,6 +207,7 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         head_features: int | None = None,
         window: int | None = None,
         max_length: int | None = None,
+        out_features: int | None = None,
         rotary_features: Index | None = None,
         rope_theta: Positive | None = None,
         qk_norm: Norm | None = None,
@@ -262,7 +265,7 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         self.k_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
         self.v_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
-        self.out_proj = Linear(query_size, features, use_bias=out_bias, **matrix)
+        self.out_proj = Linear(query_size, out_features or features, use_bias=out_bias, **matrix)
         if norms:
             norm = ZeroCenteredRMSNorm if zero_centered_norm else RMSNorm
             sizes = (query_size, key_size) if qk_norm == "all" else (head_features, head_features)
@@ -275,8 +278,11 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         """The number of rotated features, which is even."""
         return self.rotary_features + self.rotary_features % 2
 
-    def sequence(self, x, state, rows):
-        """Projects to queries, keys and values, attends, and projects back."""
+    def sequence(self, x, state, rows, adapter: Adapter | None = None):
+        """Projects to queries, keys and values, attends, and projects back.
+
+        `adapter` is a function of x that returns what is added to the three projections.
+        """
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
         # Count positions from the start of each document, for the rotation.
@@ -287,8 +293,9 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             return x.reshape(batch_size, time, count, x.shape[-1] // count)
 
         # Project to heads. With an output gate, each head of the queries is followed by its gate.
-        q = heads(self.q_proj(x), self.num_heads)
-        k, v = (heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = adapted([project(x) for project in projections], x, adapter)
+        q, k, v = heads(q, self.num_heads), *(heads(y, self.num_kv_heads) for y in (k, v))
         gate = None
         if self.output_gate:
             q, gate = jnp.split(q, 2, axis=-1)

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from flax import nnx
 
 from jax_models.layers.activation import ACTIVATIONS, GateActivation, MLPActivation
-from jax_models.layers.linear import Linear, lecun_normal
+from jax_models.layers.linear import Adapter, Linear, adapted, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
@@ -62,11 +62,14 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         matrix["kernel_init"] = down_init or matrix["kernel_init"]
         self.down_proj = Linear(mlp_features, features, **matrix)
 
-    def __call__(self, x):
-        """Applies the MLP to the last axis of x."""
+    def __call__(self, x, adapter: Adapter | None = None):
+        """Applies the MLP to the last axis of x.
+
+        `adapter` is a function of x that returns what is added to x W_gate and to x W_up.
+        """
         x = checked_rows(x, self.gate_proj.in_features)
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        gate, up = adapted([self.gate_proj(x), self.up_proj(x)], x, adapter)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
     mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
         "hidden", "down_proj.kernel"

@@ -154,6 +154,10 @@ class HybridConfig(PatternConfig):
         """The size of a head of the attention, also if `head_features` is None."""
         return self.head_features or self.features // self.num_heads
 
+    def blocks(self, **options: Unpack[LayerOptions]) -> list[SequenceLayer]:
+        """Builds all blocks, from the lowest up."""
+        return [self.block(kind, i, **options) for i, kind in enumerate(self.mixings)]
+
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
         build = self.attention if kind == FULL else self.mixer
@@ -397,7 +401,7 @@ class HybridLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(*sizes, embedding_init=init, **options),
-            blocks=[config.block(kind, i, **matrix) for i, kind in enumerate(config.mixings)],
+            blocks=config.blocks(**matrix),
             norm=config.norm(config.features, epsilon=config.epsilon, **options),
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
@@ -420,8 +424,9 @@ def model_layouts(
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
-    If the head is tied, files leave out its key. With `file_sizes`, the blocks have other keys in
-    files: their layout is `blocks_layout` with the ending `-file`.
+    If the head is tied, files leave out its key, and those of layers that an earlier block shares.
+    With `file_sizes`, the blocks have other keys in files: their layout is `blocks_layout` with the
+    ending `-file`.
     """
     layout = Layout(
         f"{model}.embed_tokens.weight",

@@ -31,6 +31,7 @@ from jax_models import (
     Qwen35LanguageModelConfig,
     RMSNorm,
     ShortConvolution,
+    Zamba2LanguageModelConfig,
     from_torch,
     load_pretrained,
     to_torch,
@@ -73,6 +74,7 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
+ZAMBA2 = SIZES | {"model_type": "zamba2", "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
 MINIMAX = SIZES | {"model_type": "minimax"}
 MINIMAX_FILE = SIZES | {
     "model_type": "minimax_text_01",
@@ -120,6 +122,7 @@ def read(fields: dict[str, Any]) -> Any:
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
+        ZAMBA2 | {"num_mem_blocks": 2, "adapter_rank": 3, "time_step_min": 0.1},
         MINIMAX | {"rotary_dim": 2, "head_dim": 6, "mlp_beta_factor": 0, "num_key_value_heads": 2},
         MINIMAX | {"rotary_dim": 30, "head_dim": 44},
         KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
@@ -230,6 +233,13 @@ ROPE = "rope_parameters"
         (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (JAMBA | {"num_experts": 1}, "num_experts", 1),
         (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
+        (ZAMBA2, "block_types", (LINEAR, LINEAR, "hybrid")),
+        (ZAMBA2, "rope_theta", None),
+        (ZAMBA2 | {"use_mem_rope": True}, "rope_theta", 10_000.0),
+        (ZAMBA2 | {"use_mem_rope": True, "rope_theta": 7}, "rope_theta", 7.0),
+        (ZAMBA2 | {"intermediate_size": None}, "mlp_features", 64),
+        (ZAMBA2 | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (ZAMBA2 | {"time_step_min": 0.5}, "dt_limits", (0.5, float("inf"))),
         (MINIMAX, "mixings", [FULL, LINEAR] * 3),
         (MINIMAX | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
@@ -352,6 +362,12 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
         (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
+        (ZAMBA2 | {"use_long_context": True}, "use_long_context: expected False, got True"),
+        (ZAMBA2 | {"layers_block_type": None}, "layer_types: expected num_hidden_layers=6 .* 54"),
+        (
+            ZAMBA2 | {"use_shared_attention_adapter": True, "num_key_value_heads": 2},
+            "num_kv_heads: expected num_heads = 4 with attention_adapters, .* got 2",
+        ),
         (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
         (MINIMAX_FILE | {"attn_type_list": [0, 2] * 3}, "layer_types: expected some of .*2"),
         (MINIMAX_FILE | {"postnorm": False}, "postnorm: expected True, got False"),
@@ -394,10 +410,10 @@ def test_the_config_json_of_another_model_is_refused():
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
     """Writes a folder with random weights, and with zeros under other keys."""
     rng = np.random.default_rng(0)
-    weights = to_torch(config.build(rngs=nnx.Rngs(0)), layout)
-    weights = {k: rng.standard_normal(w.shape).astype(w.dtype) for k, w in weights.items()}
-    if config.tied_head and "lm_head.weight" in weights:
-        weights["lm_head.weight"] = weights[config.layouts[layout].embedding]
+    model = config.build(rngs=nnx.Rngs(0))
+    drawn = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), nnx.state(model))
+    nnx.update(model, drawn)
+    weights = to_torch(model, layout)
     save_file(
         weights | {key: np.zeros(3, np.float32) for key in others}, folder / "model.safetensors"
     )
@@ -409,6 +425,16 @@ small = {"vocab_size": 11, "features": 8, "num_layers": 2, "mlp_features": 7, "n
 mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features": 4}
 granite = GraniteLanguageModelConfig(
     **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
+)
+zamba2 = Zamba2LanguageModelConfig(
+    **small | {"num_layers": 3},
+    block_types=("hybrid", LINEAR),
+    num_kv_heads=2,
+    mamba_heads=4,
+    mamba_head_features=4,
+    adapter_rank=3,
+    attention_adapters=True,
+    rope_theta=7.0,
 )
 qwen = Qwen35LanguageModelConfig(
     **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
@@ -481,6 +507,7 @@ MODELS = {
         shared_features=6,
         latent_features=3,
     ),
+    "zamba2": zamba2,
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
     "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
@@ -495,6 +522,7 @@ MODELS = {
     ("name", "change", "message"),
     [
         ("bamba", {"mamba_heads": 3}, "mamba_heads: expected .* multiple of features = 8, .* 12$"),
+        ("zamba2", {"dt_limits": (0.1, 0.5)}, "dt_limits: expected no upper limit, .* got 0.5$"),
         ("jamba", {"inner_features": 12}, "inner_features: expected a multiple of .* = 8, .* 12$"),
         (
             "jamba",
@@ -555,6 +583,19 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type,
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
+
+
+def test_shared_weights_are_written_once_unless_the_head_is_not_tied():
+    """Transformers 5.24 shares the transformers of Zamba2 only if the head is tied."""
+    for tied in (True, False):
+        model = replace(MODELS["zamba2"], tied_head=tied).build(rngs=nnx.Rngs(0))
+        params = sum(a.size for a in jax.tree.leaves(nnx.state(model)))
+        written = {layout: to_torch(model, layout) for layout in model.config.layouts}
+        sizes = {layout: sum(a.size for a in arrays.values()) for layout, arrays in written.items()}
+        assert (sizes["hf-file"] == params) is tied
+        assert (sizes["hf-file"] == sizes["hf"]) is not tied
+        for arrays in written.values():
+            assert to_torch(from_torch(model, arrays), "hf").keys() == written["hf"].keys()
 
 
 def test_nemotron_h_leaves_out_the_weights_that_predict_several_tokens(tmp_path):

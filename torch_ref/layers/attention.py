@@ -2,6 +2,8 @@
 
 __all__ = ["Attention"]
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,9 +86,10 @@ class Attention(nn.Module):
 
     The scale is 1 / √d by default.
 
-    x is (batch, time, features). The state is that of `local_attention`: (position, keys, values).
-    With a window, it holds the last window − 1 steps. Otherwise, it has max_length slots; if
-    max_length is None, it has a slot for each step so far.
+    x is (batch, time, features), and y is (batch, time, out_features), by default as wide as x. The
+    state is that of `local_attention`: (position, keys, values). With a window, it holds the last
+    window − 1 steps. Otherwise, it has max_length slots; if max_length is None, it has a slot for
+    each step so far. `added` is what is added to the queries, keys and values of all heads.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Attention(nn.Module):
         head_features: int | None = None,
         window: int | None = None,
         max_length: int | None = None,
+        out_features: int | None = None,
         rotary_features: int | None = None,
         rope_theta: float = 10_000.0,
         qk_norm: str | None = None,
@@ -119,7 +123,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(features, (1 + output_gate) * query_size, bias=use_bias)
         self.k_proj = nn.Linear(features, key_size, bias=use_bias)
         self.v_proj = nn.Linear(features, key_size, bias=use_bias)
-        self.o_proj = nn.Linear(query_size, features, bias=out_bias)
+        self.o_proj = nn.Linear(query_size, out_features or features, bias=out_bias)
         if qk_norm is not None:
             sizes = (query_size, key_size) if qk_norm == "all" else (size, size)
             self.q_norm, self.k_norm = (
@@ -129,14 +133,19 @@ class Attention(nn.Module):
                 for n in sizes
             )
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, added: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, State]:
         # Project to heads. With an output gate, each head of q_proj holds its query, and then its
         # gate.
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if added is not None:
+            q, k, v = (y + term for y, term in zip((q, k, v), added, strict=True))
+        q = q.unflatten(-1, (self.num_heads, -1))
         gate = None
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
-        k, v = (p(x).unflatten(-1, (self.num_kv_heads, -1)) for p in (self.k_proj, self.v_proj))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         # Norm queries and keys, by head or over all heads.
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
