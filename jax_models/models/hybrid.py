@@ -29,6 +29,8 @@ from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
 FULL = "full_attention"
 """The kind of the blocks with attention."""
+SLIDING = "sliding_attention"
+"""The kind of the blocks with attention over a window."""
 LINEAR = "linear_attention"
 """The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
 OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
@@ -156,19 +158,34 @@ class HybridConfig(PatternConfig):
 
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
-        build = self.attention if kind == FULL else self.mixer
-        return HybridBlock(
-            build(**options),
+        build = {FULL: self.attention, SLIDING: self.sliding_attention}.get(kind, self.mixer)
+        others: dict[str, Any] = {"norms_outputs": True} if kind in self.post_normed else {}
+        return self.block_of(build(**options), kind, number, **others, **options)
+
+    def block_of(
+        self, mixer: SequenceLayer, kind: str, number: int, **options: Any
+    ) -> "HybridBlock":
+        """Builds the block with this number from its mixer. `options` may be of its class alone."""
+        return self.block_class(
+            mixer,
             self.experts if self.has_experts(number) else self.mlp,
             partial(self.norm, epsilon=self.epsilon),
             keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
-            norms_outputs=kind in self.post_normed,
             **options,
         )
+
+    @property
+    def block_class(self) -> "Callable[..., HybridBlock]":
+        """The class of the blocks."""
+        return HybridBlock
 
     def attention(self, **options: Any) -> SequenceLayer:
         """Builds the mixer of a block with attention."""
         return self.make(Attention, **options)
+
+    def sliding_attention(self, **options: Any) -> SequenceLayer:
+        """Builds the mixer of a block with attention over a window."""
+        raise NotImplementedError  # a `WindowConfig` builds it
 
     def mixer(self, **options: Any) -> SequenceLayer:
         """Builds the mixer of any other block."""
@@ -185,6 +202,26 @@ class HybridConfig(PatternConfig):
     def experts(self, **options: Any) -> Experts:
         """Builds the mixture of experts of a block."""
         raise NotImplementedError  # a subclass builds it
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowConfig(HybridConfig):
+    """The base class of the configs of hybrids with attention over a window in some blocks."""
+
+    window: int = 256
+    """The number of steps that each step of this attention sees, including itself."""
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps a window of null, which no block can have."""
+        window = config.get("sliding_window", cls.window)
+        return super().converted(given, config) | {"window": window}
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(**{"window": None} | options)
+
+    def sliding_attention(self, **options: Any) -> SequenceLayer:
+        return self.attention(window=self.window, max_length=None, **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,7 @@ def load_pretrained(
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
     and 7 (BlinkDL's files, fla's, transformers'), Qwen3.5 (the text part), Qwen3-Next, OLMo Hybrid,
-    LFM2, Mamba, FalconMamba and Mamba-2 (transformers' and mamba_ssm's), Granite 4, Bamba,
+    LFM2, LFM3, Mamba, FalconMamba and Mamba-2 (transformers' and mamba_ssm's), Granite 4, Bamba,
     Falcon-H1, Nemotron-H, Jamba, Kimi Linear, Ling 3, MiniMax, HyenaDNA, hippogriff, silero-VAD,
     the files that `twinscan export` writes (pass the options that no shape determines, such as
     Griffin's `window`), and the models that other packages declare. The weights may be files of

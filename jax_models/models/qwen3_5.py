@@ -280,7 +280,7 @@ def delta_net_layouts(layer: GatedDeltaNet) -> Layouts:
 @layouts_of(Attention, default=True)
 def attention_layouts(attention: Attention) -> Layouts:
     """`qwen3_5`: the keys of transformers' Qwen3_5Attention, with no norm over all heads."""
-    if attention.qk_norm == "all":
+    if attention.qk_norm == "all" or attention.gate_proj is not None:
         return {}
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {"qwen3_5": attention.rows(*projections, "q_norm", "k_norm")}

@@ -23,6 +23,7 @@ from jax_models import (
     JambaLanguageModelConfig,
     KimiLinearLanguageModelConfig,
     LFM2LanguageModelConfig,
+    LFM3LanguageModelConfig,
     LingLanguageModelConfig,
     MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
@@ -51,7 +52,7 @@ from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 16,
@@ -65,6 +66,7 @@ QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
+LFM3 = SIZES | {"model_type": "lfm3"}
 GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
@@ -110,6 +112,7 @@ def read(fields: dict[str, Any]) -> Any:
         OLMO,
         LFM2 | {"num_key_value_heads": 2},
         LFM2_MOE | {"num_key_value_heads": 2},
+        LFM3 | {"num_key_value_heads": 2, "head_dim": 6, "use_sandwich_norm": False},
         BAMBA,
         GRANITE,
         GRANITE_EXPERTS,
@@ -171,6 +174,11 @@ ROPE = "rope_parameters"
         (LFM2 | {"tie_embedding": False}, "tied_head", False),
         (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3, "mixings", ["conv", "conv", FULL, "conv", SLIDING, "conv"]),
+        (LFM3, "rotary_fraction", 0.5),
+        (LFM3 | {"rms_norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3 | {ROPE: {FULL: {"rope_theta": 7.0}}}, "rotary_fraction", 1.0),
+        (LFM3 | {ROPE: {SLIDING: {"rope_type": "proportional"}}}, "sliding_rope_theta", 1e6),
         (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
         (BAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
@@ -299,6 +307,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
         (LFM2 | {"rope_scaling": {"type": "linear"}}, "rope_type: expected default, got linear"),
         (OLMO | {ROPE: {FULL: {"rope_theta": 3.0}}}, "rope_parameters: expected one set"),
+        (LFM3 | {ROPE: {"rope_theta": 3.0}}, "rope_parameters: expected those of full_attention "),
+        (LFM3 | {ROPE: {FULL: {"rope_type": "yarn"}}}, "full_attention.rope_type: .* got yarn"),
+        (LFM3 | {"sliding_window": None, "num_key_value_heads": 2}, "window: expected .*got None"),
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (
@@ -446,6 +457,9 @@ MODELS = {
         expert_features=5,
         num_dense_layers=1,
         use_expert_bias=True,
+    ),
+    "lfm3": LFM3LanguageModelConfig(
+        **small, block_types=(SLIDING, FULL), head_features=4, window=5, sliding_rope_theta=7.0
     ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "falcon_h1": FalconH1LanguageModelConfig(

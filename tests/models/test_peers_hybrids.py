@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 transformers = pytest.importorskip("transformers")
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -102,7 +102,7 @@ FALCON_MULTIPLIERS = {
 MAMBA2_SIZES = {**SIZES, "num_heads": 8, "head_dim": 4, "state_size": 5, "chunk_size": 16}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
-LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
+LFM2, LFM2_MOE, LFM3 = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
@@ -273,6 +273,37 @@ MODELS: dict[str, tuple[str, Any]] = {
             "norm_topk_prob": False,
             "conv_bias": True,
             "tie_word_embeddings": False,
+        },
+    ),
+    "LFM3": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "layer_types": ["conv", SLIDING, FULL],
+            "sliding_window": 5,
+            "conv_L_cache": 4,
+        },
+    ),
+    "LFM3, other options": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "layer_types": [FULL, SLIDING, "conv"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 50.0},
+                SLIDING: {"rope_type": "proportional", "partial_rotary_factor": 0.7},
+            },
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "tie_word_embeddings": False,
+            "norm_eps": 1e-3,
         },
     ),
     "Granite 4": (GRANITE, {**GRANITE_SIZES, **HYBRID_MAMBA2, "position_embedding_type": "nope"}),
@@ -527,7 +558,7 @@ def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS, "LFM3"], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, folder):
     """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
     config = load_pretrained(folder).config
