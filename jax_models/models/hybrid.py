@@ -149,7 +149,9 @@ class HybridConfig(PatternConfig):
         return given.get("layer_types", kinds)
 
     def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | {"layer_types": self.mixings}
+        fields = super().to_hf() | {"layer_types": self.mixings}
+        # If transformers has a default for the size of a head, that is not features / num_heads.
+        return fields | ({"head_dim": self.head_size} if "head_dim" in self.hf_defaults else {})
 
     @property
     def head_size(self) -> int:

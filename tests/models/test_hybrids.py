@@ -22,6 +22,7 @@ from jax_models import (
     GraniteLanguageModelConfig,
     JambaLanguageModelConfig,
     KimiLinearLanguageModelConfig,
+    LaraMiniLanguageModelConfig,
     LFM2LanguageModelConfig,
     LFM3LanguageModelConfig,
     LingLanguageModelConfig,
@@ -67,6 +68,7 @@ OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
 LFM3 = SIZES | {"model_type": "lfm3"}
+LARA = SIZES | {"model_type": "lara_mini"}
 GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
@@ -113,6 +115,7 @@ def read(fields: dict[str, Any]) -> Any:
         LFM2 | {"num_key_value_heads": 2},
         LFM2_MOE | {"num_key_value_heads": 2},
         LFM3 | {"num_key_value_heads": 2, "head_dim": 6, "use_sandwich_norm": False},
+        LARA | {"sliding_window": 5, "shared_expert_intermediate_size": 3, "attention_bias": True},
         BAMBA,
         GRANITE,
         GRANITE_EXPERTS,
@@ -134,7 +137,9 @@ def test_a_config_that_is_written_is_read_again(fields):
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
 
-@pytest.mark.parametrize("fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, BAMBA, GRANITE])
+@pytest.mark.parametrize(
+    "fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, LFM3, LARA, BAMBA, GRANITE]
+)
 def test_the_size_of_a_head_that_no_field_states_is_written(fields):
     config = replace(read({"num_key_value_heads": 2, **fields}), head_features=None)
     assert read(config.to_hf()).head_size == config.head_size == 4
@@ -176,6 +181,8 @@ ROPE = "rope_parameters"
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
         (LFM3, "mixings", ["conv", "conv", FULL, "conv", SLIDING, "conv"]),
         (LFM3, "rotary_fraction", 0.5),
+        (LARA, "mixings", [LINEAR, SLIDING, LINEAR, FULL, SLIDING, LINEAR]),
+        (LARA | {"norm_topk_prob": False}, "normalize_experts", False),
         (LFM3 | {"rms_norm_eps": 0.1}, "epsilon", 0.1),
         (LFM3 | {ROPE: {FULL: {"rope_theta": 7.0}}}, "rotary_fraction", 1.0),
         (LFM3 | {ROPE: {SLIDING: {"rope_type": "proportional"}}}, "sliding_rope_theta", 1e6),
@@ -460,6 +467,21 @@ MODELS = {
     ),
     "lfm3": LFM3LanguageModelConfig(
         **small, block_types=(SLIDING, FULL), head_features=4, window=5, sliding_rope_theta=7.0
+    ),
+    "lara_mini": LaraMiniLanguageModelConfig(
+        vocab_size=11,
+        features=8,
+        num_layers=2,
+        num_heads=2,
+        block_types=(LINEAR, SLIDING),
+        window=5,
+        head_features=4,
+        num_key_heads=2,
+        key_features=3,
+        value_features=5,
+        num_experts=4,
+        expert_features=5,
+        shared_features=3,
     ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "falcon_h1": FalconH1LanguageModelConfig(

@@ -106,7 +106,7 @@ LFM2, LFM2_MOE, LFM3 = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
-LING = "BailingHybridForCausalLM"
+LING, LARA = "BailingHybridForCausalLM", "LaraMiniForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -306,6 +306,37 @@ MODELS: dict[str, tuple[str, Any]] = {
             "norm_eps": 1e-3,
         },
     ),
+    "Lara Mini": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [LINEAR, SLIDING, FULL],
+            "sliding_window": 5,
+        },
+    ),
+    "Lara Mini, other options": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [SLIDING, LINEAR],
+            "sliding_window": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "Granite 4": (GRANITE, {**GRANITE_SIZES, **HYBRID_MAMBA2, "position_embedding_type": "nope"}),
     "Granite 4, other options": (
         GRANITE,
@@ -486,7 +517,7 @@ STATE_SPACES = [
 WITH_EXPERTS = [
     name
     for name, (kind, _) in MODELS.items()
-    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LING, MINIMAX)
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LARA, LING, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 
@@ -535,6 +566,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder):
         ("Qwen3-Next", None),
         ("Granite 4 with experts", [70, 51]),
         ("Jamba", None),
+        ("Lara Mini", None),
         ("MiniMax", [70, 51]),
     ],
 )
