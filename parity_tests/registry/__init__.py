@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jax_models import SequenceLayer
 from jax_models.entry_points import by_name, modules_of
 from parity_tests.registry.case import BATCH, TIME, Case
 from parity_tests.registry.mutation import Mutation
@@ -25,6 +26,32 @@ CASES: dict[str, Case] = by_name(
 # A slice, because `reversed` is a module of this package here.
 FIRST_CASES = {case.architecture: name for name, case in [*CASES.items()][::-1]}
 """The name of the first case of each architecture."""
+
+
+def _own_layers(name: str) -> frozenset[type]:
+    """The layers in the files of a language model's config and of its base classes."""
+    files = [sys.modules[base.__module__] for base in type(CASES[name].config).__mro__]
+    return frozenset(
+        each
+        for file in files
+        for each in vars(file).values()
+        if isinstance(each, type) and issubclass(each, SequenceLayer)
+        if each.__module__ == file.__name__
+    )
+
+
+LAYERS = [name for name in FIRST_CASES.values() if CASES[name].config is None]
+"""The first case of each architecture that is not a language model."""
+LANGUAGE_MODELS = {
+    _own_layers(name) or name: name
+    for name in FIRST_CASES.values()
+    if CASES[name].config is not None
+}.values()
+"""The first language model with each kind of blocks.
+
+All others arrange the same blocks in another way. They are compared with their twins in float64,
+and these show what other dtypes, devices and exports change.
+"""
 MUTATIONS: tuple[Mutation, ...] = tuple(
     mutation for file in _FILES for mutation in getattr(file, "MUTATIONS", ())
 )
@@ -40,4 +67,15 @@ COMPARED: dict[str, Callable[..., Any]] = by_name(
 the options of every layer.
 """
 
-__all__ = ["BATCH", "CASES", "COMPARED", "FIRST_CASES", "MUTATIONS", "TIME", "Case", "Mutation"]
+__all__ = [
+    "BATCH",
+    "CASES",
+    "COMPARED",
+    "FIRST_CASES",
+    "LANGUAGE_MODELS",
+    "LAYERS",
+    "MUTATIONS",
+    "TIME",
+    "Case",
+    "Mutation",
+]

@@ -12,7 +12,6 @@ from parity_tests.registry.mutation import (
     edited,
     epsilon_doubled,
     exchanged,
-    mask_ignored,
     replaced,
     with_value,
 )
@@ -130,5 +129,4 @@ MUTATIONS = [
         plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
         culprit="model.layers.1.block_sparse_moe.experts",
     ),
-    *mask_ignored(CASE, "jax_models.ops.causal_conv"),
 ]

@@ -224,7 +224,7 @@ MUTATIONS = [
     ),
     *mask_ignored("RGLRU of blocks", "jax_models.ops.linear.rg_lru.linear_recurrence"),
     *mask_ignored("LocalAttention", "jax_models.ops.local_attention"),
-    *mask_ignored("GriffinLanguageModel", "jax_models.ops.causal_conv"),
+    *mask_ignored("GriffinRecurrence", "jax_models.ops.causal_conv"),
 ]
 
 COMPARED = {"LocalAttention": partial(LocalAttention, num_heads=4, window=128)}

@@ -11,7 +11,6 @@ from parity_tests.registry.mutation import (
     edited,
     epsilon_doubled,
     exchanged,
-    mask_ignored,
     with_value,
 )
 
@@ -78,5 +77,4 @@ MUTATIONS = [
         plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
         culprit="model.layers.1.feed_forward.experts",
     ),
-    *mask_ignored(CASE, "jax_models.ops.selective_scan"),
 ]

@@ -11,7 +11,6 @@ from parity_tests.registry.mutation import (
     edited,
     epsilon_doubled,
     exchanged,
-    mask_ignored,
     replaced,
     zeroed,
 )
@@ -84,5 +83,4 @@ MUTATIONS = [
         plant=epsilon_doubled("norm"),
         culprit="model.embedding_norm",
     ),
-    *mask_ignored("LFM2LanguageModel", "jax_models.ops.causal_conv"),
 ]

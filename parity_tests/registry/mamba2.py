@@ -102,5 +102,4 @@ MUTATIONS = [
     ),
     *mask_ignored("Mamba2", OPERATOR),
     *mask_ignored("Mamba2 by chunks", "jax_models.ops.causal_conv"),
-    *mask_ignored("Mamba2LanguageModel", "jax_models.ops.causal_conv"),
 ]

@@ -87,6 +87,7 @@ MUTATIONS = [
         CASE,
         "weights",
         plant=edited(exchanged("blocks.1.mlp", "gate_kernel", "up_kernel")),
+        culprit="model.layers.1.mlp.experts",
     ),
     *mask_ignored(CASE, "jax_models.ops.gated_delta_rule"),
 ]

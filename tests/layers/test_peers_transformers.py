@@ -143,13 +143,14 @@ def test_gated_delta_net_is_that_of_qwen3_next():
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "options"),
+    ("name", "family", "fields", "options"),
     [
-        ("kimi_linear", "KimiLinear", {}),
-        ("bailing_hybrid", "BailingHybrid", {"low_rank": False, "min_log_decay": -5.0}),
+        ("kimi_linear", "KimiLinear", {}, {}),
+        ("bailing_hybrid", "BailingHybrid", {}, {"low_rank": False, "min_log_decay": -5.0}),
+        ("bailing_hybrid", "BailingHybrid", {"kda_safe_gate": False}, {"low_rank": False}),
     ],
 )
-def test_kimi_delta_attention_is_that_of_transformers(name, family, options):
+def test_kimi_delta_attention_is_that_of_transformers(name, family, fields, options):
     """75 steps are longer than a chunk. Ling 3 is called Bailing there."""
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
@@ -161,6 +162,7 @@ def test_kimi_delta_attention_is_that_of_transformers(name, family, options):
         num_hidden_layers=1,
         layer_types=["linear_attention"],
         rms_norm_eps=1e-3,
+        **fields,
     )
     with InFloat64():
         peer = getattr(module, f"{family}DeltaAttention")(config, layer_idx=0)

@@ -2,8 +2,8 @@
 
 from jax_models.models.hf import HFConfig
 from parity_tests.checks import CHECKS
-from parity_tests.registry import CASES, FIRST_CASES, MUTATIONS
-from parity_tests.registry.mutation import DOCUMENTS, LEFT_PADDING, PADDING
+from parity_tests.registry import CASES, FIRST_CASES, LANGUAGE_MODELS, LAYERS, MUTATIONS
+from parity_tests.registry.mutation import LEFT_PADDING
 
 FAULTS = {(m.case, m.check) for m in MUTATIONS if m.check}
 """The case of each planted fault that a check must find, and the check."""
@@ -43,28 +43,37 @@ OF_LAYERS = (
     "optimizer follows the same trajectory",
 )
 """The checks that would only find again in a language model what they find in its layers."""
-OF_ROWS = (PADDING, LEFT_PADDING, DOCUMENTS)
-"""Checks of lengths, starts and resets, which models of transformers only pass on to their layers.
-`test_peers_hybrids.py` compares left padding with transformers."""
+OF_TWINS = (
+    "no state gives the results of the twin",
+    "the twin continues from its state",
+    "weights make the round trip bit for bit",
+)
+"""The checks of what each language model has of its own: a twin, and keys in it."""
 
 
-def is_tested_in_layers(name: str, check: str) -> bool:
-    """Whether a case is a language model whose layers show all that the check would."""
-    config = CASES[name].config
-    return config is not None and (
-        check in OF_LAYERS or (check in OF_ROWS and isinstance(config, HFConfig))
-    )
+def is_shown_by_others(name: str, check: str) -> bool:
+    """Whether layers, or another language model, show what the check would show of this one."""
+    if name not in LANGUAGE_MODELS:
+        return CASES[name].config is not None and check not in OF_TWINS
+    # `test_peers_hybrids.py` compares left padding with transformers.
+    is_hf = isinstance(CASES[name].config, HFConfig)
+    return check in OF_LAYERS or (check == LEFT_PADDING and is_hf)
 
 
 COLLECTED = [
     (name, check)
     for name in CHECKED
     for check in CHECKS
-    if (name, check) in FAULTS or not (name in VARIANTS or is_tested_in_layers(name, check))
+    if (name, check) in FAULTS or not (name in VARIANTS or is_shown_by_others(name, check))
 ]
 """Each case and check that is a test."""
 
+_ARCHITECTURES = {CASES[name].architecture for name in (*LAYERS, *LANGUAGE_MODELS)}
 LOCATED = [
-    *{CASES[m.case].architecture: m for m in MUTATIONS if m.culprit is not None}.values(),
+    *{
+        CASES[m.case].architecture: m
+        for m in MUTATIONS
+        if m.culprit is not None and CASES[m.case].architecture in _ARCHITECTURES
+    }.values(),
 ]
-"""A planted fault of each architecture whose place `locate` must find."""
+"""A planted fault of each layer and of each kind of blocks, whose place `locate` must find."""

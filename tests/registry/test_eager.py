@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_models import LanguageModel
-from parity_tests.registry import BATCH, CASES, FIRST_CASES, TIME
+from parity_tests.registry import BATCH, CASES, LAYERS, TIME
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,7 @@ def calls(name: str):
     yield "value_and_grad", lambda: jax.value_and_grad(loss, argnums)(params, x)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FIRST_CASES.values() if CASES[name].config is None]
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_an_equal_eager_call_compiles_nothing(name, compilations):
     for what, call in calls(name):
         first, before = jax.device_get(call()), len(compilations)

@@ -12,18 +12,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_models import state_batch_axes
-from parity_tests.registry import CASES, FIRST_CASES, TIME
+from parity_tests.registry import CASES, LANGUAGE_MODELS, LAYERS, TIME
 
 pytestmark = pytest.mark.slow
 BATCH = 8
 PLATFORMS = ("cpu", "cuda", "tpu")
-rows = pytest.mark.parametrize("name", FIRST_CASES.values())
-SIZES = [
-    (name, *sizes)
-    for name in FIRST_CASES.values()
-    if CASES[name].config is None
-    for sizes in ((BATCH, TIME), ("b", "t"))
-]
+rows = pytest.mark.parametrize("name", [*LAYERS, *LANGUAGE_MODELS])
+SIZES = [(name, *sizes) for name in LAYERS for sizes in ((BATCH, TIME), ("b", "t"))]
 """The first cases with known sizes and with any. A language model would only show again what its
 layers show, except in the forward pass for any size, which is the stored program below."""
 
