@@ -69,6 +69,8 @@ class BlockKeys(NamedTuple):
     """
     experts: ExpertsKeys | None = None
     """The keys of the mixture of experts that some models have instead of the MLP."""
+    out_norms: tuple[str, str] = ("", "")
+    """The keys of the norms after the mixer and after the MLP of a block with sandwich norms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,8 +372,9 @@ class GatedDeltaNetConfig(HybridConfig):
 class HybridBlock(ResidualBlock[Any]):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP or with experts.
 
-    With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. `keys` has the keys
-    of the parts in each layout.
+    With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. With
+    `sandwich_norm`, `x ← x + norm(mixer(norm(x)))`, then `x ← x + norm(mlp(norm(x)))`. `keys` has
+    the keys of the parts in each layout.
     """
 
     parts = ("mixer_norm", "mixer", "mlp_norm", "mlp")
@@ -384,6 +387,7 @@ class HybridBlock(ResidualBlock[Any]):
         *,
         keys: Mapping[str, BlockKeys],
         norms_outputs: bool = False,
+        sandwich_norm: bool = False,
         **options: Unpack[LayerOptions],
     ):
         features = mixer.in_features
@@ -393,6 +397,18 @@ class HybridBlock(ResidualBlock[Any]):
         self.mixer = mixer
         self.mlp_norm = norm(features, **norm_options(options))
         self.mlp = mlp(**options)
+        self.mixer_out_norm, self.mlp_out_norm = (
+            norm(features, **norm_options(options)) if sandwich_norm else None for _ in range(2)
+        )
+
+    def sequence(self, x, state, rows):
+        """Runs the mixer, then the MLP, each with its norms and added to its input."""
+        if self.mixer_out_norm is None or self.mlp_out_norm is None:
+            return super().sequence(x, state, rows)
+        x, scale = x.astype(self.computation_dtype(x)), self.residual_scale
+        y, state = self.mixer.sequence(self.mixer_norm(x), state, rows)
+        x = x + scale * self.mixer_out_norm(y)
+        return x + scale * self.mlp_out_norm(self.mlp_of(rows)(self.mlp_norm(x))), state
 
     def mlp_of(self, rows: Rows) -> Map:
         """The MLP, or the experts with the mask of the real tokens."""
@@ -407,9 +423,17 @@ class HybridBlock(ResidualBlock[Any]):
                 *nested(mixer_layouts[keys.layout], "mixer", keys.mixer),
                 *rms_norm("mlp_norm", keys.mlp_norm),
                 *self._mlp_rows(keys),
+                *self._out_norm_rows(keys),
             ]
             for layout, keys in self.keys
         }
+
+    def _out_norm_rows(self, keys: BlockKeys) -> Table:
+        """The rows of the norms after the mixer and after the MLP."""
+        if self.mixer_out_norm is None:
+            return []
+        mixer, mlp = keys.out_norms
+        return rms_norm("mixer_out_norm", mixer) + rms_norm("mlp_out_norm", mlp)
 
     def _mlp_rows(self, keys: BlockKeys) -> Table:
         """The rows of the MLP or of the mixture of experts."""

@@ -3,7 +3,7 @@
 __all__ = ["LFM3LanguageModel", "LFM3LanguageModelConfig"]
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, Unpack
 
@@ -21,9 +21,9 @@ from jax_models.models.hybrid import (
     model_layouts,
 )
 from jax_models.models.lfm2 import HF_FIELDS, LATER_PARTS, PROJECTIONS, ConvConfig, conv_sizes
-from jax_models.options import NormOptions, norm_options
+from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, layouts_of, rms_norm
+from jax_models.weights import Layouts, layouts_of
 
 ROTATION = {
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
@@ -35,11 +35,19 @@ GATES = {"hf": "g_proj", "hf-file": "gate_proj"}
 
 
 def _block_keys(attention: str) -> dict[str, BlockKeys]:
-    keys = "operator_norm", "ffn_norm"
-    mlp = "feed_forward", PROJECTIONS
+    mixers = {"conv": ("conv", "lfm2"), FULL: ("self_attn", attention)}
+    mixers[SLIDING] = mixers[FULL]
     return {
-        "conv": BlockKeys("conv", *keys, "lfm2", *mlp),
-        **{kind: BlockKeys("self_attn", *keys, attention, *mlp) for kind in (FULL, SLIDING)},
+        kind: BlockKeys(
+            key,
+            "operator_norm",
+            "ffn_norm",
+            layout,
+            "feed_forward",
+            PROJECTIONS,
+            out_norms=("post_operator_norm", "post_ffn_norm"),
+        )
+        for kind, (key, layout) in mixers.items()
     }
 
 
@@ -47,7 +55,7 @@ def _sizes(gate: str, checkpoint: Checkpoint) -> Fields:
     return {
         **conv_sizes(checkpoint, "q_norm"),
         "block_types": checkpoint.given("block_types"),  # both kinds of attention have these keys
-        "norms_outputs": checkpoint.has("*.post_operator_norm.weight"),
+        "sandwich_norm": checkpoint.has("*.post_operator_norm.weight"),
         "head_gate": checkpoint.has(f"*.self_attn.{gate}.weight"),
         "attention_bias": checkpoint.has("*.self_attn.q_proj.bias"),
     }
@@ -76,7 +84,7 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
         f"{SLIDING}.rope_theta": "sliding_rope_theta",
         f"{SLIDING}.partial_rotary_factor": "sliding_rotary_fraction",
         "sliding_window": "window",
-        "use_sandwich_norm": "norms_outputs",
+        "use_sandwich_norm": "sandwich_norm",
         "use_attention_gate": "head_gate",
         "attention_bias": "attention_bias",
     }
@@ -101,8 +109,8 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
     """θ of `ops.rotary` in the attention over a window."""
     sliding_rotary_fraction: float = 1.0
     """The fraction of the pairs that are rotated in the attention over a window."""
-    norms_outputs: bool = True
-    """Whether the outputs of the mixers and of the MLPs are normed before they are added to x."""
+    sandwich_norm: bool = True
+    """Whether norms also follow the mixers and the MLPs."""
     head_gate: bool = True
     """Whether the result of each head of the attention is multiplied by the sigmoid of a number."""
     attention_bias: bool = False
@@ -149,9 +157,8 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
         types = {kind: {"rope_type": "proportional", **own} for kind, own in rotation.items()}
         return fields | {"rope_parameters": types}
 
-    @property
-    def block_class(self) -> Callable[..., HybridBlock]:
-        return LFM3Block if self.norms_outputs else HybridBlock
+    def block_of(self, *args: Any, **options: Any) -> HybridBlock:
+        return super().block_of(*args, sandwich_norm=self.sandwich_norm, **options)
 
     def attention(self, **options: Any) -> SequenceLayer:
         fraction = options.pop("rotary_fraction", self.rotary_fraction)
@@ -169,29 +176,6 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
             "rope_theta": self.sliding_rope_theta,
         }
         return super().sliding_attention(**rotary, **options)
-
-
-class LFM3Block(HybridBlock):
-    """`x ← x + norm(mixer(norm(x)))`, then `x ← x + norm(mlp(norm(x)))`."""
-
-    def __init__(self, mixer: SequenceLayer, mlp: Any, norm: Any, **options: Any):
-        super().__init__(mixer, mlp, norm, **options)
-        own = norm_options(options)
-        self.mixer_out_norm = norm(mixer.in_features, **own)
-        self.mlp_out_norm = norm(mixer.in_features, **own)
-
-    def sequence(self, x, state, rows):
-        """Runs the mixer, then the MLP, each between two norms."""
-        x = x.astype(self.computation_dtype(x))
-        y, state = self.mixer.sequence(self.mixer_norm(x), state, rows)
-        x = x + self.mixer_out_norm(y)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), state
-
-    def torch_layouts(self) -> Layouts:
-        """Those of `HybridBlock`, with the norms of the outputs."""
-        mixer_norm = rms_norm("mixer_out_norm", "post_operator_norm")
-        norms = [*mixer_norm, *rms_norm("mlp_out_norm", "post_ffn_norm")]
-        return {layout: [*rows, *norms] for layout, rows in super().torch_layouts().items()}
 
 
 class LFM3LanguageModel(HybridLanguageModel):

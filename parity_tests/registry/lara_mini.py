@@ -55,16 +55,6 @@ MUTATIONS = [
         plant=with_value("blocks.1.mixer", "rotary_features", 0),
         culprit="model.layers.1.self_attn",
     ),
-    forward(
-        "a window one step too long",
-        plant=with_value("blocks.1.mixer", "window", 4),
-        culprit="model.layers.1.self_attn",
-    ),
-    forward(
-        "experts' weights not normalized",
-        plant=with_value("blocks.0.mlp", "normalize", False),
-        culprit="model.layers.0.mlp",
-    ),
     Mutation(
         "gate and up of the shared expert exchanged",
         CASE,

@@ -32,7 +32,7 @@ class LFM3Block(nn.Module):
         else:
             self.self_attn = attention_of(config, kind == "sliding_attention")
         self.feed_forward = LFM2MLP(config.features, config.mlp_features)
-        both = config.norms_outputs
+        both = config.sandwich_norm
         self.post_operator_norm = norm() if both else nn.Identity()
         self.post_ffn_norm = norm() if both else nn.Identity()
 
