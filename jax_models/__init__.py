@@ -66,7 +66,9 @@ from jax_models.models.hyena_dna import *
 from jax_models.models.jamba import *
 from jax_models.models.kimi_linear import *
 from jax_models.models.language_model import *
+from jax_models.models.lara_mini import *
 from jax_models.models.lfm2 import *
+from jax_models.models.lfm3 import *
 from jax_models.models.ling import *
 from jax_models.models.load import *
 from jax_models.models.mamba import *

@@ -51,7 +51,9 @@ from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
 from torch_ref.models.jamba import *
 from torch_ref.models.kimi_linear import *
+from torch_ref.models.lara_mini import *
 from torch_ref.models.lfm2 import *
+from torch_ref.models.lfm3 import *
 from torch_ref.models.ling import *
 from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *

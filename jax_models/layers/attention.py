@@ -170,6 +170,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
             with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
             in transformers. None: the whole head. 0: no rotation.
+        rotary_pairs: number of pairs of these features that are rotated, starting with the fastest
+            (p-RoPE). None: all n / 2.
         rope_theta: θ of `ops.rotary`. None: 10,000.
         qk_norm: the RMSNorm of queries and keys: over the features of each "head", or over "all"
             heads together. None: no norm.
@@ -177,6 +179,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         epsilon: ε of this norm. None: 1e-6.
         output_gate: whether the result of each head is multiplied by the sigmoid of a gate. q_proj
             then returns the query and the gate of each head side by side.
+        head_gate: whether the result of each head is multiplied by the sigmoid of one number, which
+            gate_proj computes from x.
         use_bias: whether queries, keys and values have biases.
         out_bias: whether the last projection has a bias.
         scale: the factor of the scores q kᵀ before the softmax. None: 1 / √head_features.
@@ -187,10 +191,10 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
     Raises:
         ValueError: a size or the scale is not positive, num_heads does not divide the features and
             `head_features` is None, num_kv_heads does not divide num_heads, `rotary_features`
-            exceeds a head, or an option is given that has no effect: `max_length` with a window,
-            `zero_centered_norm` or `epsilon` without a norm, `rope_theta` without rotated features,
-            or `bias_init` without biases. At the call: x is longer than max_length, or a state is
-            given without a `max_length`.
+            exceeds a head, `rotary_pairs` exceeds half of them, or an option is given that has no
+            effect: `max_length` with a window, `zero_centered_norm` or `epsilon` without a norm,
+            `rope_theta` without rotated features, or `bias_init` without biases. At the call: x is
+            longer than max_length, or a state is given without a `max_length`.
 
     Layouts: those that the architectures declare.
 
@@ -209,11 +213,13 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         max_length: int | None = None,
         out_features: int | None = None,
         rotary_features: Index | None = None,
+        rotary_pairs: Index | None = None,
         rope_theta: Positive | None = None,
         qk_norm: Norm | None = None,
         zero_centered_norm: bool = False,
         epsilon: Positive | None = None,
         output_gate: bool = False,
+        head_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
         scale: Positive | None = None,
@@ -241,6 +247,11 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
                 f"{head_features}: expected at most {head_features - head_features % 2}, got "
                 f"{self.rotary_features}"
             )
+        if rotary_pairs is not None and 2 * rotary_pairs > self._rotated:
+            raise ValueError(
+                f"rotary_pairs: expected at most {self._rotated // 2}, got {rotary_pairs}"
+            )
+        self.rotary_pairs = rotary_pairs
         self.rope_theta = 10_000.0 if rope_theta is None else rope_theta
         self.qk_norm, self.output_gate, self.scale = qk_norm, output_gate, scale
         # Refuse options without an effect, because they are mistakes of the caller.
@@ -264,6 +275,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         self.q_proj = Linear(features, query_size + gate_size, use_bias=use_bias, **matrix)
         self.k_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
         self.v_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
+        gate = with_inits(options, normal_of_fan_in(), None, use_bias=False)
+        self.gate_proj = Linear(features, num_heads, **gate) if head_gate else None
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
         self.out_proj = Linear(query_size, out_features or features, use_bias=out_bias, **matrix)
         if norms:
@@ -306,6 +319,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         y, state = self.attend(q, k, v, state, rows)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)
+        if self.gate_proj is not None:
+            y = y * jax.nn.sigmoid(self.gate_proj(x))[..., None]
         return self.out_proj(y.reshape(batch_size, time, self.out_proj.in_features)), state
 
     def _placed(self, x: Array, name: str, positions: Array) -> Array:
@@ -318,7 +333,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             return x
         # θ^{−2i/n}, also where n is one less than the number of rotated features
         theta = self.rope_theta ** (self._rotated / self.rotary_features)
-        return ops.rotary(x, positions, rotated=self._rotated, theta=theta)
+        pairs = {"rotated": self._rotated, "num_pairs": self.rotary_pairs}
+        return ops.rotary(x, positions, **pairs, theta=theta)
 
     @property
     def mesh_axes(self) -> MeshAxes:
@@ -326,13 +342,20 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         key_projections = ("k_proj", "v_proj")
         shared = self.num_kv_heads < self.num_heads
         return (
-            last_axis("heads", "q_proj")
+            last_axis("heads", "q_proj", "gate_proj")
             | (whole(*key_projections) if shared else last_axis("heads", *key_projections))
             | first_axis("heads", "out_proj.kernel")
         )
 
     def rows(
-        self, q_proj: str, k_proj: str, v_proj: str, out_proj: str, q_norm: str, k_norm: str
+        self,
+        q_proj: str,
+        k_proj: str,
+        v_proj: str,
+        out_proj: str,
+        q_norm: str,
+        k_norm: str,
+        gate_proj: str = "",
     ) -> Table:
         """The rows of a torch module whose parts have these names."""
         keys, bias = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj}, self.q_proj.use_bias
@@ -340,4 +363,6 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         rows += linear("out_proj", out_proj, bias=self.out_proj.use_bias)
         if self.qk_norm is not None:
             rows += rms_norm("q_norm", q_norm) + rms_norm("k_norm", k_norm)
+        if self.gate_proj is not None:
+            rows += linear("gate_proj", gate_proj, bias=False)
         return rows

@@ -194,7 +194,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         """The number of features of a head that `Attention` rotates."""
         return round(self.head_size * self.rotary_fraction)
 
-    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "MiniMaxBlock":
+    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> HybridBlock:
         """Builds a block, with the residual factors of its kind of mixer."""
         if kind == FULL:
             mixer, factors = self.attention(**options), (self.full_alpha, self.full_beta)
@@ -202,14 +202,12 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
             place: Any = {"layer_index": number, "epsilon": 1e-6}
             mixer = self.make(LightningAttention, **place, **options)
             factors = self.lightning_alpha, self.lightning_beta
-        return MiniMaxBlock(
-            mixer,
-            self.experts,
-            partial(self.norm, epsilon=self.epsilon),
-            keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
-            factors=(*factors, self.mlp_alpha, self.mlp_beta),
-            **options,
-        )
+        factors = *factors, self.mlp_alpha, self.mlp_beta
+        return self.block_of(mixer, kind, number, factors=factors, **options)
+
+    @property
+    def block_class(self) -> "type[MiniMaxBlock]":
+        return MiniMaxBlock
 
     def attention(self, **options: Any) -> SequenceLayer:
         rotated = self.rotary_features

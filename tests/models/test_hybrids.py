@@ -22,7 +22,9 @@ from jax_models import (
     GraniteLanguageModelConfig,
     JambaLanguageModelConfig,
     KimiLinearLanguageModelConfig,
+    LaraMiniLanguageModelConfig,
     LFM2LanguageModelConfig,
+    LFM3LanguageModelConfig,
     LingLanguageModelConfig,
     MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
@@ -52,7 +54,7 @@ from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 16,
@@ -66,6 +68,8 @@ QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
+LFM3 = SIZES | {"model_type": "lfm3"}
+LARA = SIZES | {"model_type": "lara_mini"}
 GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
@@ -116,6 +120,8 @@ def read(fields: dict[str, Any]) -> Any:
         OLMO,
         LFM2 | {"num_key_value_heads": 2},
         LFM2_MOE | {"num_key_value_heads": 2},
+        LFM3 | {"num_key_value_heads": 2, "head_dim": 6, "use_sandwich_norm": False},
+        LARA | {"sliding_window": 5, "shared_expert_intermediate_size": 3, "attention_bias": True},
         BAMBA,
         GRANITE,
         GRANITE_EXPERTS,
@@ -142,7 +148,9 @@ def test_a_config_that_is_written_is_read_again(fields):
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
 
-@pytest.mark.parametrize("fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, BAMBA, GRANITE])
+@pytest.mark.parametrize(
+    "fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, LFM3, LARA, BAMBA, GRANITE]
+)
 def test_the_size_of_a_head_that_no_field_states_is_written(fields):
     config = replace(read({"num_key_value_heads": 2, **fields}), head_features=None)
     assert read(config.to_hf()).head_size == config.head_size == 4
@@ -182,6 +190,13 @@ ROPE = "rope_parameters"
         (LFM2 | {"tie_embedding": False}, "tied_head", False),
         (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3, "mixings", ["conv", "conv", FULL, "conv", SLIDING, "conv"]),
+        (LFM3, "rotary_fraction", 0.5),
+        (LARA, "mixings", [LINEAR, SLIDING, LINEAR, FULL, SLIDING, LINEAR]),
+        (LARA | {"norm_topk_prob": False}, "normalize_experts", False),
+        (LFM3 | {"rms_norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3 | {ROPE: {FULL: {"rope_theta": 7.0}}}, "rotary_fraction", 1.0),
+        (LFM3 | {ROPE: {SLIDING: {"rope_type": "proportional"}}}, "sliding_rope_theta", 1e6),
         (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
         (BAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
@@ -323,6 +338,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
         (LFM2 | {"rope_scaling": {"type": "linear"}}, "rope_type: expected default, got linear"),
         (OLMO | {ROPE: {FULL: {"rope_theta": 3.0}}}, "rope_parameters: expected one set"),
+        (LFM3 | {ROPE: {"rope_theta": 3.0}}, "rope_parameters: expected those of full_attention "),
+        (LFM3 | {ROPE: {FULL: {"rope_type": "yarn"}}}, "full_attention.rope_type: .* got yarn"),
+        (LFM3 | {"sliding_window": None, "num_key_value_heads": 2}, "window: expected .*got None"),
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (
@@ -489,6 +507,24 @@ MODELS = {
         expert_features=5,
         num_dense_layers=1,
         use_expert_bias=True,
+    ),
+    "lfm3": LFM3LanguageModelConfig(
+        **small, block_types=(SLIDING, FULL), head_features=4, window=5, sliding_rope_theta=7.0
+    ),
+    "lara_mini": LaraMiniLanguageModelConfig(
+        vocab_size=11,
+        features=8,
+        num_layers=2,
+        num_heads=2,
+        block_types=(LINEAR, SLIDING),
+        window=5,
+        head_features=4,
+        num_key_heads=2,
+        key_features=3,
+        value_features=5,
+        num_experts=4,
+        expert_features=5,
+        shared_features=3,
     ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "falcon_h1": FalconH1LanguageModelConfig(

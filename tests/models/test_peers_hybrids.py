@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 transformers = pytest.importorskip("transformers")
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -102,11 +102,11 @@ FALCON_MULTIPLIERS = {
 MAMBA2_SIZES = {**SIZES, "num_heads": 8, "head_dim": 4, "state_size": 5, "chunk_size": 16}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
-LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
+LFM2, LFM2_MOE, LFM3 = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
-LING, ZAMBA2 = "BailingHybridForCausalLM", "Zamba2ForCausalLM"
+LARA, LING, ZAMBA2 = "LaraMiniForCausalLM", "BailingHybridForCausalLM", "Zamba2ForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -297,6 +297,68 @@ MODELS: dict[str, tuple[str, Any]] = {
             "norm_topk_prob": False,
             "conv_bias": True,
             "tie_word_embeddings": False,
+        },
+    ),
+    "LFM3": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "layer_types": ["conv", SLIDING, FULL],
+            "sliding_window": 5,
+            "conv_L_cache": 4,
+        },
+    ),
+    "LFM3, other options": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "layer_types": [FULL, SLIDING, "conv"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 50.0},
+                SLIDING: {"rope_type": "proportional", "partial_rotary_factor": 0.7},
+            },
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "tie_word_embeddings": False,
+            "norm_eps": 1e-3,
+        },
+    ),
+    "Lara Mini": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [LINEAR, SLIDING, FULL],
+            "sliding_window": 5,
+        },
+    ),
+    "Lara Mini, other options": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [SLIDING, LINEAR],
+            "sliding_window": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
         },
     ),
     "Granite 4": (GRANITE, {**GRANITE_SIZES, **HYBRID_MAMBA2, "position_embedding_type": "nope"}),
@@ -517,7 +579,7 @@ STATE_SPACES = [
 WITH_EXPERTS = [
     name
     for name, (kind, _) in MODELS.items()
-    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LING, MINIMAX)
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LARA, LING, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 PADS = np.array([7, 0])
@@ -596,6 +658,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder, logits, expe
         ("Qwen3-Next", None),
         ("Granite 4 with experts", [70, 51]),
         ("Jamba", None),
+        ("Lara Mini", None),
         ("MiniMax", [70, 51]),
     ],
 )
@@ -619,7 +682,7 @@ def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS, "xLSTM"], indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS, "LFM3", "xLSTM"], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
     """In transformers 5.24, biases of a Mamba-2 or a short convolution leak left pads.
 

@@ -205,6 +205,7 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["GraniteLanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["GraniteLanguageModel, experts"], "experts_per_token", FOLDER),
         (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
+        (MODELS["LFM3LanguageModel"], "block_types", FOLDER),
         (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["NemotronHLanguageModel"], "num_heads", FOLDER),
         (MODELS["JambaLanguageModel"], "experts_per_token", FOLDER),

@@ -12,12 +12,16 @@ from torch_ref.layers.norm import ZeroCenteredRMSNorm
 from torch_ref.layers.state import State
 
 
-def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tensor:
-    """Rotates (x_i, x_{i + ⌈n/2⌉}) by p · θ^{−2i/n}, n = `rotated`.
+def rotary(
+    x: Tensor, positions: Tensor, *, rotated: int, theta: float, pairs: int | None = None
+) -> Tensor:
+    """Rotates (x_i, x_{i + ⌈n/2⌉}) by p · θ^{−2i/n}, n = `rotated`, for i < `pairs`.
 
-    x is (batch, time, heads, d).
+    x is (batch, time, heads, d). If `pairs` is None, all pairs are rotated.
     """
     frequencies = theta ** (-torch.arange(0, rotated, 2).to(x) / rotated)
+    if pairs is not None:
+        frequencies[pairs:] = 0
     angles = (positions[..., None].to(x) * frequencies)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
     half = len(frequencies)
@@ -33,6 +37,7 @@ def local_attention(
     *,
     rotated: int,
     theta: float,
+    pairs: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, State]:
     """Attends from rotated q to the rotated keys of the state and of the steps up to each step.
@@ -46,8 +51,8 @@ def local_attention(
     # Rotate queries and keys by their positions.
     position, keys, values = state
     positions = position[:, None] + torch.arange(q.shape[1], device=q.device)
-    q = rotary(q, positions, rotated=rotated, theta=theta)
-    k = rotary(k, positions, rotated=rotated, theta=theta)
+    q = rotary(q, positions, rotated=rotated, theta=theta, pairs=pairs)
+    k = rotary(k, positions, rotated=rotated, theta=theta, pairs=pairs)
 
     # Compute the step that each slot holds, to mask keys outside the window.
     slots = torch.arange(keys.shape[1], device=q.device)
@@ -103,11 +108,13 @@ class Attention(nn.Module):
         max_length: int | None = None,
         out_features: int | None = None,
         rotary_features: int | None = None,
+        rotary_pairs: int | None = None,
         rope_theta: float = 10_000.0,
         qk_norm: str | None = None,
         zero_centered_norm: bool = False,
         epsilon: float = 1e-6,
         output_gate: bool = False,
+        head_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
         scale: float | None = None,
@@ -117,6 +124,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.window, self.max_length = window, max_length
         self.rotated = size if rotary_features is None else rotary_features
+        self.rotary_pairs = rotary_pairs
         self.rope_theta, self.output_gate, self.qk_norm = rope_theta, output_gate, qk_norm
         self.scale = scale
         query_size, key_size = num_heads * size, self.num_kv_heads * size
@@ -124,6 +132,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(features, key_size, bias=use_bias)
         self.v_proj = nn.Linear(features, key_size, bias=use_bias)
         self.o_proj = nn.Linear(query_size, out_features or features, bias=out_bias)
+        self.g_proj = nn.Linear(features, num_heads, bias=False) if head_gate else None
         if qk_norm is not None:
             sizes = (query_size, key_size) if qk_norm == "all" else (size, size)
             self.q_norm, self.k_norm = (
@@ -159,10 +168,12 @@ class Attention(nn.Module):
             keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in (keys, values))
         state = position, keys, values
         # Attend, then gate and project the heads back.
-        rotary = {"rotated": self.rotated, "theta": self.rope_theta}
+        rotary = {"rotated": self.rotated, "theta": self.rope_theta, "pairs": self.rotary_pairs}
         y, state = local_attention(q, k, v, state, **rotary, scale=self.scale)
         if gate is not None:
             y = y * gate.sigmoid()
+        if self.g_proj is not None:
+            y = y * self.g_proj(x).sigmoid()[..., None]
         return self.o_proj(y.flatten(-2)), state
 
     def init_state(self, batch_size: int) -> State:
