@@ -1,12 +1,21 @@
 """Causal attention."""
 
 import dataclasses
+import importlib.util
 from functools import partial
 
 import jax
 import numpy as np
 
-from benchmarks.problem import FORWARD, OURS, Contenders, Problem, Work, operator
+from benchmarks.problem import (
+    FORWARD,
+    OURS,
+    CannotSolve,
+    Contenders,
+    Problem,
+    Work,
+    operator,
+)
 from jax_models.ops import attention
 
 
@@ -108,8 +117,21 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Attention):
-    """Our operator with its default options."""
-    return operator(problem, partial(attention, window=problem.window))
+    """Our operator, without the kernels of twinscan-native, which are a contender of their own."""
+    return by_method(problem, "small_tiles" if jax.default_backend() == "cpu" else "auto")
+
+
+@contenders.jax(f"{OURS}, native")
+def ours_native(problem: Attention):
+    """Our operator by the kernels of twinscan-native."""
+    if not importlib.util.find_spec("twinscan_native"):
+        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
+    return by_method(problem, "native")
+
+
+def by_method(problem: Attention, method: str):
+    """Our operator, by this form."""
+    return operator(problem, partial(attention, window=problem.window, method=method))
 
 
 @contenders.jax("jax.nn.dot_product_attention")

@@ -78,12 +78,46 @@ struct Backward : Scan<T> {
   T* dc0 = nullptr;      // (D, B, H), LSTM
 };
 
+// Attention with B rows, T steps, H heads of queries, K heads of keys and values, D features of a key
+// and E of a value.
+template <typename T>
+struct Attention {
+  using Real = T;
+  int64_t batch = 0, time = 0, heads = 0, kv_heads = 0, features = 0, values = 0;
+
+  const T* q = nullptr;            // (B, T, H, D)
+  const T* k = nullptr;            // (B, T, K, D)
+  const T* v = nullptr;            // (B, T, K, E)
+  const int32_t* first = nullptr;  // (B, T): step t sees the steps first[t] … t
+};
+
+template <typename T>
+struct AttentionForward : Attention<T> {
+  static constexpr bool kForward = true;
+  T* y = nullptr;        // (B, T, H, E)
+  T* log_sum = nullptr;  // (B, H, T): the logarithm of the sum of the exponentials of the scores
+};
+
+template <typename T>
+struct AttentionBackward : Attention<T> {
+  static constexpr bool kForward = false;
+  const T* dy = nullptr;       // (B, T, H, E)
+  const T* y = nullptr;        // (B, T, H, E)
+  const T* log_sum = nullptr;  // (B, H, T)
+
+  T* dq = nullptr;  // (B, T, H, D)
+  T* dk = nullptr;  // (B, T, H, D): the part of each head of queries
+  T* dv = nullptr;  // (B, T, H, E)
+};
+
 // The kernels that were compiled for one instruction set.
 template <typename T>
 struct Kernels {
   const char* isa;
   void (*forward)(Cell, const Forward<T>&);
   void (*backward)(Cell, const Backward<T>&);
+  void (*attention_forward)(const AttentionForward<T>&);
+  void (*attention_backward)(const AttentionBackward<T>&);
 };
 
 // Returns the kernels for the best instruction set that this processor has.

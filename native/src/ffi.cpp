@@ -3,6 +3,7 @@
 #include <new>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "call.h"
 #include "xla/ffi/api/ffi.h"
@@ -72,8 +73,14 @@ class Buffers {
                           : std::is_same_v<U, double>  ? ffi::F64
                           : std::is_same_v<U, int32_t> ? ffi::S32
                                                        : ffi::PRED;
+    // `vmap` adds axes before the first one, which are rows, too.
     const auto got = buffer.dimensions();
-    if (!std::equal(shape.begin(), shape.end(), got.begin(), got.end())) {
+    std::vector<int64_t> merged(got.begin(), got.end());
+    while (merged.size() > shape.size()) {
+      merged[1] *= merged[0];
+      merged.erase(merged.begin());
+    }
+    if (!std::equal(shape.begin(), shape.end(), merged.begin(), merged.end())) {
       return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected shape " +
                                                  text(shape) + ", got " + text(got)));
     }
@@ -211,6 +218,58 @@ ffi::Error run_rnn_backward(int64_t reverse, bool relu, ffi::RemainingArgs argum
   return run<Backward>(Cell::kRnn, relu, false, reverse, arguments, results);
 }
 
+// Reads the sizes from q and v, whose axes before the last three are rows of the batch.
+template <template <typename> class Call>
+ffi::Error run_attention(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  const auto q = arguments.get<ffi::AnyBuffer>(0), v = arguments.get<ffi::AnyBuffer>(2);
+  if (!q || !v || q->dimensions().size() < 3 || v->dimensions().size() != q->dimensions().size()) {
+    return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
+  }
+  const auto with_type = [&](auto call) {
+    using T = typename decltype(call)::Real;
+    const size_t axes = q->dimensions().size();
+    call.time = q->dimensions()[axes - 3];
+    call.heads = q->dimensions()[axes - 2];
+    call.features = q->dimensions()[axes - 1];
+    call.kv_heads = v->dimensions()[axes - 2];
+    call.values = v->dimensions()[axes - 1];
+    call.batch = 1;
+    for (size_t axis = 0; axis + 3 < axes; ++axis) call.batch *= q->dimensions()[axis];
+    const int64_t b = call.batch, t = call.time, h = call.heads, n = call.kv_heads;
+    const int64_t d = call.features, e = call.values;
+    Buffers<T> buffers(arguments, results);
+    call.q = buffers.argument("q", {b, t, h, d});
+    call.k = buffers.argument("k", {b, t, n, d});
+    call.v = buffers.argument("v", {b, t, n, e});
+    call.first = buffers.template argument<int32_t>("first", {b, t});
+    if constexpr (decltype(call)::kForward) {
+      call.y = buffers.result("y", {b, t, h, e});
+      call.log_sum = buffers.result("log_sum", {b, h, t});
+    } else {
+      call.dy = buffers.argument("dy", {b, t, h, e});
+      call.y = buffers.argument("y", {b, t, h, e});
+      call.log_sum = buffers.argument("log_sum", {b, h, t});
+      call.dq = buffers.result("dq", {b, t, h, d});
+      call.dk = buffers.result("dk", {b, t, h, d});
+      call.dv = buffers.result("dv", {b, t, h, e});
+    }
+    ffi::Error error = buffers.error();
+    if constexpr (decltype(call)::kForward) {
+      if (error.success()) kernels<T>().attention_forward(call);
+    } else {
+      if (error.success()) kernels<T>().attention_backward(call);
+    }
+    return error;
+  };
+  try {
+    if (q->element_type() == ffi::F32) return with_type(Call<float>());
+    if (q->element_type() == ffi::F64) return with_type(Call<double>());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed keys");
+  }
+  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+}
+
 auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
 
 }  // namespace
@@ -231,3 +290,7 @@ TWINSCAN_EXPORT(twinscan_lstm_backward, run_backward<twinscan::Cell::kLstm>, twi
 TWINSCAN_EXPORT(twinscan_gru_backward, run_backward<twinscan::Cell::kGru>, twinscan::with_reverse());
 TWINSCAN_EXPORT(twinscan_rnn_backward, run_rnn_backward,
                 twinscan::with_reverse().Attr<bool>("relu"));
+TWINSCAN_EXPORT(twinscan_attention_forward, run_attention<twinscan::AttentionForward>,
+                twinscan::ffi::Ffi::Bind());
+TWINSCAN_EXPORT(twinscan_attention_backward, run_attention<twinscan::AttentionBackward>,
+                twinscan::ffi::Ffi::Bind());

@@ -1,4 +1,5 @@
 // The kernels for one instruction set. CMakeLists.txt compiles this file once for each.
+#include "attention.h"
 #include "gru.h"
 #include "lstm.h"
 #include "rnn.h"
@@ -33,8 +34,12 @@ extern const Kernels<float> kernels_float32;
 extern const Kernels<double> kernels_float64;
 #define TWINSCAN_TEXT(name) #name
 #define TWINSCAN_NAME(isa) TWINSCAN_TEXT(isa)
-const Kernels<float> kernels_float32{TWINSCAN_NAME(TWINSCAN_ISA), forward<float>, backward<float>};
-const Kernels<double> kernels_float64{TWINSCAN_NAME(TWINSCAN_ISA), forward<double>,
-                                      backward<double>};
+template <typename T>
+constexpr Kernels<T> kernels_of_type{
+    TWINSCAN_NAME(TWINSCAN_ISA), forward<T>, backward<T>,
+    run_attention<AttentionForwardJob, AttentionForward<T>>,
+    run_attention<AttentionBackwardJob, AttentionBackward<T>>};
+const Kernels<float> kernels_float32 = kernels_of_type<float>;
+const Kernels<double> kernels_float64 = kernels_of_type<double>;
 
 }  // namespace twinscan::TWINSCAN_ISA

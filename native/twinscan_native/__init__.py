@@ -1,4 +1,4 @@
-"""Recurrent kernels for CPUs, as a shared library that `jax.ffi` calls."""
+"""Kernels for CPUs, as a shared library that `jax.ffi` calls."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The form "native" of `ops.recurrent_stack`, which twinscan finds by an entry point."""
+"""The forms "native", which twinscan finds by an entry point, and that of `ops.recurrent_stack`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 
 from jax_models import ops
 from jax_models.ops.affine import affine
 from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.gated.stack import Stack, run_layer
 from jax_models.ops.shard_map_axes import match_varying_axes
-from twinscan_native.kernels import GRU, LSTM, RELU, RNN, Kernel, Kind, loading_error
+from twinscan_native import attention
+from twinscan_native.kernels import GRU, LSTM, RELU, RNN, Kernel, Kind, refusal_of
 
 MIN_STEPS = 16
 """The number of steps from which packing the weights pays."""
@@ -22,22 +22,13 @@ MIN_STEPS = 16
 
 def refusal(call: Stack) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
-    batch, time, _ = call.x.shape
-    if is_symbolic_dim(batch) or is_symbolic_dim(time):
-        return "it takes known sizes, not the symbolic ones of jax.export"
-    dtypes = sorted({str(array.dtype) for array in (call.x, *jax.tree.leaves(call.cells))})
-    device = jax.config.jax_default_device or jax.default_backend()  # pyright: ignore
-    platform = getattr(device, "platform", device)
     reasons = {
         "it has the recurrences lstm, gru with reset_after, and rnn": kind_of(call) is None,
         "it has no projection (proj_features)": "kernel_hr" in call.cells[0],
         "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
-        f"it computes in float32 or in float64, not in {' and '.join(dtypes)}": (
-            dtypes not in (["float32"], ["float64"])
-        ),
-        f"it runs on a CPU, and JAX's default device is a {platform}": platform != "cpu",
     }
-    return next((reason for reason, holds in reasons.items() if holds), loading_error())
+    arrays = call.x, *jax.tree.leaves(call.cells)
+    return next((reason for reason, holds in reasons.items() if holds), refusal_of(*arrays))
 
 
 def pays(call: Stack, platform: str, differentiated: bool) -> bool:
@@ -61,7 +52,10 @@ def run(call: Stack):
     return call.by_layer(_run_layer)
 
 
-FORMS = {"recurrent_stack": (ops.Form("native", run, ("cpu",), refusal, pays),)}
+FORMS = {
+    "recurrent_stack": (ops.Form("native", run, ("cpu",), refusal, pays),),
+    "attention": (attention.FORM,),
+}
 
 
 def kind_of(call: Stack) -> Kind | None:

@@ -1,4 +1,4 @@
-"""The kernels of the shared library as functions of JAX arrays."""
+"""The kernels of the shared library, those of recurrences as functions of JAX arrays."""
 
 import ctypes
 from functools import cache, partial
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -45,12 +46,29 @@ def loading_error() -> str | None:
         library = ctypes.CDLL(str(twinscan_native.path()))
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
-    for kind in (LSTM, GRU, RNN):
+    for operator in (LSTM.name, GRU.name, RNN.name, "attention"):
         for way in ("forward", "backward"):
-            name = f"twinscan_{kind.name}_{way}"
+            name = f"twinscan_{operator}_{way}"
             kernel = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, kernel, platform="cpu")
     return None
+
+
+def refusal_of(*arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")) -> str | None:
+    """Returns why there is no kernel for a call with these arrays, or None if there is one.
+
+    All arrays must have the same of these types.
+    """
+    if any(map(is_symbolic_dim, arrays[0].shape)):
+        return "it takes known sizes, not the symbolic ones of jax.export"
+    found = sorted({str(array.dtype) for array in arrays})
+    if len(found) > 1 or found[0] not in types:
+        return f"it computes in {' or in '.join(types)}, not in {' and '.join(found)}"
+    device = jax.config.jax_default_device or jax.default_backend()  # pyright: ignore
+    platform = getattr(device, "platform", device)
+    if platform != "cpu":
+        return f"it runs on a CPU, and JAX's default device is a {platform}"
+    return loading_error()
 
 
 class Kernel(NamedTuple):

@@ -250,7 +250,7 @@ def draw_selective_scan(kind: str, draw: Draw):
 
 def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
-    masks = draw.masks() if kind == "local" else {}
+    masks = {} if kind == "whole" else draw.masks()
     position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
     shapes = "B T 4 P", "B T 2 P", "B T 2 I", "B H 2 P", "B H 2 I"
 
@@ -258,7 +258,8 @@ def draw_attention(kind: str, draw: Draw):
         if kind == "whole":
             return ops.attention(q, k, v, method=method), ()
         state = ops.LocalAttentionState(position, keys, values)
-        y, last = ops.local_attention(q, k, v, state, **masks, method=method)
+        empty = kind == "empty"
+        y, last = ops.local_attention(q, k, v, state, **masks, empty=empty, method=method)
         return y, (last.keys, last.values)
 
     return run, [draw.array(shape) for shape in shapes], masks
@@ -307,7 +308,7 @@ CALLS = {
     "wkv": (draw_wkv, ("real",)),
     "modal_conv": (draw_modal_conv, ("whole", "lengths", "reset")),
     "selective_scan": (draw_selective_scan, ("whole", "masked")),
-    "attention": (draw_attention, ("whole", "local")),
+    "attention": (draw_attention, ("whole", "local", "empty")),
     "long_conv": (draw_long_conv, ("real",)),
     "grouped_dot": (draw_grouped_dot, GROUPS),
     "grouped_outer": (draw_grouped_outer, GROUPS),

@@ -16,7 +16,7 @@ from jax_models.ops.attention.definition import (
     keys_and_mask,
     masked_attention,
 )
-from jax_models.ops.forms import Form, Operator
+from jax_models.ops.forms import Form, Operator, not_installed
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 ATTENTION = Operator(
@@ -26,6 +26,7 @@ ATTENTION = Operator(
         Form("large_tiles", tiles.run_large),
         Form("definition", definition.run),
     ),
+    (not_installed("native", "twinscan-native", "pip install ./native"),),
 )
 
 AttentionMethod = Annotated[str, "auto or the name of a form"]
@@ -50,9 +51,10 @@ def attention(
 
     Without a mask, attention is causal: step t sees the steps up to t or, with a `window`, the last
     `window` steps up to t. It is computed tile by tile, also backward, so that memory is linear in
-    the number of steps. `method` names the form that runs: "small_tiles", which "auto" chooses on a
-    CPU, "large_tiles", or "definition". The definition computes all scores at once. It is the only
-    form with a mask or dropout.
+    the number of steps. `method` names the form that runs: "native", which is the package
+    `twinscan-native` and runs on CPUs, without a cache; "small_tiles", which "auto" chooses on a
+    CPU otherwise; "large_tiles"; or "definition". The definition computes all scores at once. It is
+    the only form with a mask or dropout.
 
     Each head of k and v is shared by `heads / kv_heads` neighboring heads of q. The heads of v may
     have another size than those of q and k.
