@@ -38,6 +38,7 @@ from jax_models.layers.mamba import *
 from jax_models.layers.mamba2 import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
+from jax_models.layers.mlstm import *
 from jax_models.layers.norm import *
 from jax_models.layers.residual import *
 from jax_models.layers.reversed import *
@@ -65,7 +66,9 @@ from jax_models.models.hyena_dna import *
 from jax_models.models.jamba import *
 from jax_models.models.kimi_linear import *
 from jax_models.models.language_model import *
+from jax_models.models.lara_mini import *
 from jax_models.models.lfm2 import *
+from jax_models.models.lfm3 import *
 from jax_models.models.ling import *
 from jax_models.models.load import *
 from jax_models.models.mamba import *
@@ -80,6 +83,8 @@ from jax_models.models.rwkv import *
 from jax_models.models.rwkv6 import *
 from jax_models.models.rwkv7 import *
 from jax_models.models.silero_vad import *
+from jax_models.models.xlstm import *
+from jax_models.models.zamba2 import *
 from jax_models.sequence import *
 from jax_models.weights.bounds import *
 from jax_models.weights.constant import *

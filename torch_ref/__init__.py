@@ -28,6 +28,7 @@ from torch_ref.layers.mamba import *
 from torch_ref.layers.mamba2 import *
 from torch_ref.layers.min_rnn import *
 from torch_ref.layers.mlp import *
+from torch_ref.layers.mlstm import *
 from torch_ref.layers.norm import *
 from torch_ref.layers.reversed import *
 from torch_ref.layers.rg_lru import *
@@ -50,7 +51,9 @@ from torch_ref.models.hippogriff import *
 from torch_ref.models.hyena_dna import *
 from torch_ref.models.jamba import *
 from torch_ref.models.kimi_linear import *
+from torch_ref.models.lara_mini import *
 from torch_ref.models.lfm2 import *
+from torch_ref.models.lfm3 import *
 from torch_ref.models.ling import *
 from torch_ref.models.mamba import *
 from torch_ref.models.mamba2 import *
@@ -64,6 +67,8 @@ from torch_ref.models.rwkv import *
 from torch_ref.models.rwkv6 import *
 from torch_ref.models.rwkv7 import *
 from torch_ref.models.silero_vad import *
+from torch_ref.models.xlstm import *
+from torch_ref.models.zamba2 import *
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name for name, value in globals().items() if hasattr(value, "__module__") and name[0] != "_"

@@ -1,4 +1,4 @@
-"""The recurrences of Gated DeltaNet and Mamba-2, forward and with their gradients."""
+"""The recurrences of Gated DeltaNet, Kimi Delta Attention and Mamba-2, with their gradients."""
 
 import dataclasses
 from functools import partial
@@ -13,7 +13,7 @@ from jax_models.ops import delta_rule, gated_delta_rule
 LEAST_LOG_DECAY = -0.6
 """The least log decay, which is that of RWKV-7."""
 DEFINITION, MAMBA2 = "lax.scan", "transformers, Mamba-2"
-BY_HEAD, BY_KEY = "transformers, a decay a head", "transformers, a decay a key"
+BY_HEAD, BY_KEY = "transformers, a decay a head", "transformers, a decay a feature"
 STEP_BY_STEP, OURS_BY_KEY = f"{OURS}, sequential", f"{OURS}, delta_rule"
 """The names of contenders."""
 
@@ -27,7 +27,7 @@ class Recurrence(Problem):
     heads: int
     head_size: int
     rounds = 5
-    solved_by = (OURS, STEP_BY_STEP, OURS_BY_KEY, DEFINITION, BY_HEAD, BY_KEY)
+    solved_by = (OURS, STEP_BY_STEP, DEFINITION, BY_HEAD)
 
     @property
     def name(self) -> str:
@@ -70,6 +70,29 @@ class Recurrence(Problem):
 
 
 @dataclasses.dataclass(frozen=True)
+class DecayByFeature(Recurrence):
+    """The recurrence of Kimi Delta Attention: each feature of a key has a log decay."""
+
+    solved_by = (OURS, OURS_BY_KEY, DEFINITION, BY_KEY)
+
+    @property
+    def name(self) -> str:
+        """The sizes, in a few words."""
+        return f"a decay a feature, {super().name}"
+
+    def arrays(self):
+        """Log decays for each feature of a key, and the rest as in `Recurrence`."""
+        log_w = np.random.default_rng(2).uniform(LEAST_LOG_DECAY, 0, self.shape)
+        return super().arrays() | {"log_w": log_w.astype(np.float32)}
+
+    def targets(self, part, platform):
+        """The largest allowed ratios of our time to the peers'."""
+        if platform != "cpu" or self.time < 1024:
+            return {}
+        return {OURS_BY_KEY: 0.5} if part == BOTH else {DEFINITION: 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
 class StateSpace(Recurrence):
     """Mamba-2's recurrence: C, B, Δ x and Δ A of these sizes."""
 
@@ -99,18 +122,23 @@ class StateSpace(Recurrence):
 
 
 def rule(method: str, q, k, v, log_w, rate=None):
-    """The operator for a decay a head."""
+    """The operator for a decay of each head or of each feature of its keys."""
     return gated_delta_rule(q, k, v, log_w, rate, method=method)[0]
 
 
 def problems(quick: bool) -> list[Recurrence]:
     """Long sequences, or short ones in a quick run."""
     if quick:
-        return [Recurrence(2, 128, 2, 32), StateSpace(1, 128, 4, 32, 2, 64)]
+        return [
+            Recurrence(2, 128, 2, 32),
+            DecayByFeature(2, 128, 2, 32),
+            StateSpace(1, 128, 4, 32, 2, 64),
+        ]
     return [
         Recurrence(4, 1024, 4, 64),
         Recurrence(4, 2048, 4, 64),
         Recurrence(1, 2048, 8, 128),
+        DecayByFeature(1, 1024, 8, 64),
         *(StateSpace(1, 1024, 24, 64, groups, 128) for groups in (1, 8)),
     ]
 
@@ -120,7 +148,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Recurrence):
-    """Our operator for a decay a head, with its default options."""
+    """Our operator, with its default options."""
     return operator(problem, partial(rule, "auto"))
 
 
@@ -131,14 +159,13 @@ def ours_sequential(problem: Recurrence):
 
 
 @contenders.jax(OURS_BY_KEY)
-def ours_by_key(problem: Recurrence):
-    """Our operator for a decay a key."""
+def ours_by_key(problem: DecayByFeature):
+    """Our operator for corrections under any key."""
 
     def run(q, k, v, log_w, rate):
-        log_w = jnp.broadcast_to(log_w[..., None], k.shape)
         learned = rate[..., None] * k
-        corrected = -jnp.exp(log_w) * learned
-        return delta_rule(q, log_w, learned, v, k, corrected, min_log_w=LEAST_LOG_DECAY)[0]
+        left = jnp.exp(log_w) * k
+        return delta_rule(q, log_w, learned, v, left, -learned, min_log_w=LEAST_LOG_DECAY)[0]
 
     return operator(problem, run)
 
@@ -164,8 +191,8 @@ def transformers_by_head(problem: Recurrence):
 
 
 @contenders.torch(BY_KEY)
-def transformers_by_key(problem: Recurrence):
-    """Hugging Face's Kimi Delta Attention, whose features decay separately, as ours do."""
+def transformers_by_key(problem: DecayByFeature):
+    """Hugging Face's Kimi Delta Attention, in chunks."""
     from transformers.models.kimi_linear import (  # pyright: ignore[reportMissingImports]
         modeling_kimi_linear,
     )
@@ -173,10 +200,9 @@ def transformers_by_key(problem: Recurrence):
     chunked = modeling_kimi_linear.chunk_kimi_delta_attention
     scale = problem.head_size**0.5
 
-    def run(q, k, v, log_w, rate):
-        return chunked(q * scale, k, v, g=log_w[..., None].expand(k.shape), beta=rate)[0]
-
-    return operator(problem, run)
+    return operator(
+        problem, lambda q, k, v, log_w, rate: chunked(q * scale, k, v, g=log_w, beta=rate)[0]
+    )
 
 
 @contenders.torch(MAMBA2)

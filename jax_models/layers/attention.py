@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.checks.values import Positive, check_divides, checked_size
-from jax_models.layers.linear import Linear, normal_of_fan_in
+from jax_models.layers.linear import Adapter, Linear, adapted, normal_of_fan_in
 from jax_models.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis, whole
 from jax_models.ops import LocalAttentionState, Rows
@@ -148,13 +148,14 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         y = (softmax(q kᵀ / √head_features) v ⊙ σ(gate)) W_out
 
     The softmax of each head is over the steps up to the current one, or over the last `window`
-    steps. x and y are (batch, time, features). The state is `LocalAttentionState(position, keys,
+    steps. x and y are (batch, time, features) or, if given, y is (batch, time, out_features). The
+    state is `LocalAttentionState(position, keys,
     values)`. With a window, it holds the last window − 1 steps. Otherwise, it has `max_length`
     slots, and the outputs from step max_length of a document on are NaN. A step costs O(window),
     or without a window O(steps of the document so far).
 
     Args:
-        features: size of x_t and y_t.
+        features: size of x_t, and of y_t unless there are `out_features`.
         num_heads: number of heads of the queries.
         num_kv_heads: number of heads of the keys and values, a divisor of num_heads. Each is shared
             by num_heads / num_kv_heads neighboring heads of the queries. None: num_heads.
@@ -165,9 +166,12 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             for those of the document so far, if the state is donated to `jax.jit`. None: the layer
             runs over whole sequences, and cannot continue from a state. `generate` sets it for its
             text, and `nnx.view(model, max_length=…)` for any use of a model.
+        out_features: size of y_t. None: features.
         rotary_features: n, the number of features of a head that `ops.rotary` rotates, starting
             with the first. If n is odd, n + 1 features are rotated by the angles p · θ^{−2i/n}, as
             in transformers. None: the whole head. 0: no rotation.
+        rotary_pairs: number of pairs of these features that are rotated, starting with the fastest
+            (p-RoPE). None: all n / 2.
         rope_theta: θ of `ops.rotary`. None: 10,000.
         qk_norm: the RMSNorm of queries and keys: over the features of each "head", or over "all"
             heads together. None: no norm.
@@ -175,6 +179,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         epsilon: ε of this norm. None: 1e-6.
         output_gate: whether the result of each head is multiplied by the sigmoid of a gate. q_proj
             then returns the query and the gate of each head side by side.
+        head_gate: whether the result of each head is multiplied by the sigmoid of one number, which
+            gate_proj computes from x.
         use_bias: whether queries, keys and values have biases.
         out_bias: whether the last projection has a bias.
         scale: the factor of the scores q kᵀ before the softmax. None: 1 / √head_features.
@@ -185,10 +191,10 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
     Raises:
         ValueError: a size or the scale is not positive, num_heads does not divide the features and
             `head_features` is None, num_kv_heads does not divide num_heads, `rotary_features`
-            exceeds a head, or an option is given that has no effect: `max_length` with a window,
-            `zero_centered_norm` or `epsilon` without a norm, `rope_theta` without rotated features,
-            or `bias_init` without biases. At the call: x is longer than max_length, or a state is
-            given without a `max_length`.
+            exceeds a head, `rotary_pairs` exceeds half of them, or an option is given that has no
+            effect: `max_length` with a window, `zero_centered_norm` or `epsilon` without a norm,
+            `rope_theta` without rotated features, or `bias_init` without biases. At the call: x is
+            longer than max_length, or a state is given without a `max_length`.
 
     Layouts: those that the architectures declare.
 
@@ -205,12 +211,15 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         head_features: int | None = None,
         window: int | None = None,
         max_length: int | None = None,
+        out_features: int | None = None,
         rotary_features: Index | None = None,
+        rotary_pairs: Index | None = None,
         rope_theta: Positive | None = None,
         qk_norm: Norm | None = None,
         zero_centered_norm: bool = False,
         epsilon: Positive | None = None,
         output_gate: bool = False,
+        head_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
         scale: Positive | None = None,
@@ -238,6 +247,11 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
                 f"{head_features}: expected at most {head_features - head_features % 2}, got "
                 f"{self.rotary_features}"
             )
+        if rotary_pairs is not None and 2 * rotary_pairs > self._rotated:
+            raise ValueError(
+                f"rotary_pairs: expected at most {self._rotated // 2}, got {rotary_pairs}"
+            )
+        self.rotary_pairs = rotary_pairs
         self.rope_theta = 10_000.0 if rope_theta is None else rope_theta
         self.qk_norm, self.output_gate, self.scale = qk_norm, output_gate, scale
         # Refuse options without an effect, because they are mistakes of the caller.
@@ -261,8 +275,10 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         self.q_proj = Linear(features, query_size + gate_size, use_bias=use_bias, **matrix)
         self.k_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
         self.v_proj = Linear(features, key_size, use_bias=use_bias, **matrix)
+        gate = with_inits(options, normal_of_fan_in(), None, use_bias=False)
+        self.gate_proj = Linear(features, num_heads, **gate) if head_gate else None
         matrix["kernel_init"] = out_init or matrix["kernel_init"]
-        self.out_proj = Linear(query_size, features, use_bias=out_bias, **matrix)
+        self.out_proj = Linear(query_size, out_features or features, use_bias=out_bias, **matrix)
         if norms:
             norm = ZeroCenteredRMSNorm if zero_centered_norm else RMSNorm
             sizes = (query_size, key_size) if qk_norm == "all" else (head_features, head_features)
@@ -275,8 +291,11 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         """The number of rotated features, which is even."""
         return self.rotary_features + self.rotary_features % 2
 
-    def sequence(self, x, state, rows):
-        """Projects to queries, keys and values, attends, and projects back."""
+    def sequence(self, x, state, rows, adapter: Adapter | None = None):
+        """Projects to queries, keys and values, attends, and projects back.
+
+        `adapter` is a function of x that returns what is added to the three projections.
+        """
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
         # Count positions from the start of each document, for the rotation.
@@ -287,8 +306,9 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             return x.reshape(batch_size, time, count, x.shape[-1] // count)
 
         # Project to heads. With an output gate, each head of the queries is followed by its gate.
-        q = heads(self.q_proj(x), self.num_heads)
-        k, v = (heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = adapted([project(x) for project in projections], x, adapter)
+        q, k, v = heads(q, self.num_heads), *(heads(y, self.num_kv_heads) for y in (k, v))
         gate = None
         if self.output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
@@ -299,6 +319,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         y, state = self.attend(q, k, v, state, rows)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)
+        if self.gate_proj is not None:
+            y = y * jax.nn.sigmoid(self.gate_proj(x))[..., None]
         return self.out_proj(y.reshape(batch_size, time, self.out_proj.in_features)), state
 
     def _placed(self, x: Array, name: str, positions: Array) -> Array:
@@ -311,7 +333,8 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
             return x
         # θ^{−2i/n}, also where n is one less than the number of rotated features
         theta = self.rope_theta ** (self._rotated / self.rotary_features)
-        return ops.rotary(x, positions, rotated=self._rotated, theta=theta)
+        pairs = {"rotated": self._rotated, "num_pairs": self.rotary_pairs}
+        return ops.rotary(x, positions, **pairs, theta=theta)
 
     @property
     def mesh_axes(self) -> MeshAxes:
@@ -319,13 +342,20 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         key_projections = ("k_proj", "v_proj")
         shared = self.num_kv_heads < self.num_heads
         return (
-            last_axis("heads", "q_proj")
+            last_axis("heads", "q_proj", "gate_proj")
             | (whole(*key_projections) if shared else last_axis("heads", *key_projections))
             | first_axis("heads", "out_proj.kernel")
         )
 
     def rows(
-        self, q_proj: str, k_proj: str, v_proj: str, out_proj: str, q_norm: str, k_norm: str
+        self,
+        q_proj: str,
+        k_proj: str,
+        v_proj: str,
+        out_proj: str,
+        q_norm: str,
+        k_norm: str,
+        gate_proj: str = "",
     ) -> Table:
         """The rows of a torch module whose parts have these names."""
         keys, bias = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj}, self.q_proj.use_bias
@@ -333,4 +363,6 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         rows += linear("out_proj", out_proj, bias=self.out_proj.use_bias)
         if self.qk_norm is not None:
             rows += rms_norm("q_norm", q_norm) + rms_norm("k_norm", k_norm)
+        if self.gate_proj is not None:
+            rows += linear("gate_proj", gate_proj, bias=False)
         return rows

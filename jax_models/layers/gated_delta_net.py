@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464), the recurrent layer of Qwen3.5, Qwen3-Next and OLMo Hybrid."""
+"""Gated DeltaNet (arXiv 2412.06464), the recurrent layer of Qwen3.5 and of three other models."""
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetState"]
 

@@ -1,5 +1,6 @@
 """Linear layers and their initializers."""
 
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import jax
@@ -58,6 +59,17 @@ class Linear(nnx.Linear):
         if self.scale != 1:
             y = self.scale * y
         return y.reshape(*inputs.shape[:-1], self.out_features)
+
+
+Adapter = Callable[[Array], Sequence[Array]]
+"""A function of the input of several projections that returns what is added to each of them."""
+
+
+def adapted(projected: list[Array], x: Array, adapter: Adapter | None) -> list[Array]:
+    """Returns the results of projections of x, to which the terms of an adapter are added."""
+    if adapter is None:
+        return projected
+    return [y + term for y, term in zip(projected, adapter(x), strict=True)]
 
 
 class BlockDiagonal(nnx.Module):

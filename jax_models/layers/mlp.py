@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from flax import nnx
 
 from jax_models.layers.activation import ACTIVATIONS, GateActivation, MLPActivation
-from jax_models.layers.linear import Linear, lecun_normal
+from jax_models.layers.linear import Adapter, Linear, adapted, lecun_normal
 from jax_models.layers.norm import checked_rows
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
@@ -30,7 +30,8 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         mlp_features: width of the MLP.
         use_bias: whether the three projections have biases.
         activation: the exact gelu, its approximation, or silu.
-        down_init: initializes W_down. None: like the other matrices.
+        gate_init: initializes W_gate. None: like `kernel_init`.
+        down_init: initializes W_down. None: like `kernel_init`.
         **options: as in `LayerOptions`. The matrices are initialized by `lecun_normal`, the biases
             to zero.
 
@@ -48,22 +49,27 @@ class GatedMLP(SharedLayer, CheckedOptions, nnx.Module):
         *,
         use_bias: bool = False,
         activation: GateActivation = "gelu",
+        gate_init: Initializer | None = None,
         down_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
         matrix = _options_of_projections(use_bias, options)
         self.activation: GateActivation = activation
         self.use_bias = use_bias
-        self.gate_proj = Linear(features, mlp_features, **matrix)
+        gate = {**matrix, "kernel_init": gate_init or matrix["kernel_init"]}
+        self.gate_proj = Linear(features, mlp_features, **gate)
         self.up_proj = Linear(features, mlp_features, **matrix)
         matrix["kernel_init"] = down_init or matrix["kernel_init"]
         self.down_proj = Linear(mlp_features, features, **matrix)
 
-    def __call__(self, x):
-        """Applies the MLP to the last axis of x."""
+    def __call__(self, x, adapter: Adapter | None = None):
+        """Applies the MLP to the last axis of x.
+
+        `adapter` is a function of x that returns what is added to x W_gate and to x W_up.
+        """
         x = checked_rows(x, self.gate_proj.in_features)
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
+        gate, up = adapted([self.gate_proj(x), self.up_proj(x)], x, adapter)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
     mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
         "hidden", "down_proj.kernel"

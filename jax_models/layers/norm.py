@@ -54,8 +54,8 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         >>> norm = GroupNorm(64, num_groups=4, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 64)))
 
-    x is (rows, features). The norm is computed in at least float32, and works under
-    `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
+    x is (rows, features). Without `use_bias`, there is no bias. The norm is computed in at least
+    float32, and works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
     def __init__(
@@ -64,12 +64,14 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         *,
         num_groups: int,
         epsilon: float = 1e-5,
+        use_bias: bool = True,
         **options: Unpack[NormOptions],
     ):
         super().__init__(
             features,
             num_groups=num_groups,
             epsilon=epsilon,
+            use_bias=use_bias,
             use_fast_variance=False,
             **options,
         )

@@ -76,8 +76,9 @@ class Layout(NamedTuple):
     head: str | None = None
     """Key of the head's kernel; the key of its bias ends with `bias`. None: there is no head."""
     repeats_embedding: bool = True
-    """If the head is tied: whether `to_torch` writes the embedding again under the head's key.
-    Import reads checkpoints with and without this key.
+    """If the head is tied: whether `to_torch` writes the embedding again under the head's key, and
+    the weights of a layer that several blocks share under the keys of each of these blocks. Import
+    reads checkpoints with and without these keys.
     """
     positions: Weight | None = None
     """The row of the position embedding."""

@@ -42,8 +42,12 @@ class BambaLanguageModelConfig(Mamba2HybridConfig):
     presets: ClassVar = {"bamba": {}}
     model_types: ClassVar = ("bamba",)
     marks: ClassVar = (
-        # The first block has one mixer. Falcon-H1's blocks have both, and Jamba has another Mamba.
-        Mark((".pre_ff_layernorm.", ".layers.0.mamba.dt_bias"), lacks=(".layers.0.self_attn.",)),
+        # The first block has one mixer. Falcon-H1's blocks have both, Jamba has another Mamba, and
+        # Zamba2 shares its attention.
+        Mark(
+            (".pre_ff_layernorm.", ".layers.0.mamba.dt_bias"),
+            lacks=(".layers.0.self_attn.", ".shared_transformer."),
+        ),
         Mark(
             (".pre_ff_layernorm.", ".layers.0.self_attn."),
             lacks=(".layers.0.mamba.", ".mamba.x_proj."),

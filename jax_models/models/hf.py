@@ -51,6 +51,8 @@ class HFConfig(BlocksConfig):
     """The class of the model in transformers."""
     hf_fields: ClassVar[dict[str, str]]
     """Maps fields of a config.json to the fields of our config that have the same value."""
+    hf_aliases: ClassVar[Mapping[str, str]] = {}
+    """Maps other names of fields of a config.json to those that are read."""
     hf_sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "hidden_size",
@@ -97,6 +99,7 @@ class HFConfig(BlocksConfig):
                 support, or lacks a size.
 
         """
+        config = {cls.hf_aliases.get(name, name): value for name, value in config.items()}
         stated = {name: value for name, value in config.items() if value is not None}
         other = cls.hf_experts
         model = cls.hf_model(other is not None and stated.get("model_type") == other.model_type)

@@ -29,6 +29,8 @@ from jax_models.weights import Layouts, Table, linear, nested, rms_norm
 
 FULL = "full_attention"
 """The kind of the blocks with attention."""
+SLIDING = "sliding_attention"
+"""The kind of the blocks with attention over a window."""
 LINEAR = "linear_attention"
 """The kind of the blocks with a Gated DeltaNet or a Mamba-2."""
 OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
@@ -67,6 +69,8 @@ class BlockKeys(NamedTuple):
     """
     experts: ExpertsKeys | None = None
     """The keys of the mixture of experts that some models have instead of the MLP."""
+    out_norms: tuple[str, str] = ("", "")
+    """The keys of the norms after the mixer and after the MLP of a block with sandwich norms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +132,12 @@ class HybridConfig(PatternConfig):
                 f"config: layer_types: expected num_hidden_layers={num_layers} entries, got "
                 f"{len(types)}"
             )
-        return {"block_types": shortest_pattern(types)}
-
-    @classmethod
-    def kv_heads(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The number of heads of keys. If it is null, it is that of queries, not the default."""
-        default = cls.hf_defaults.get("num_key_value_heads")
-        return config.get("num_key_value_heads", default) or given["num_attention_heads"]
+        fields: dict[str, Any] = {"block_types": shortest_pattern(types)}
+        if (name := "num_key_value_heads") in cls.hf_fields:
+            # If it is null, it is the number of heads of queries, not the default.
+            heads = config.get(name, given.get(name)) or given["num_attention_heads"]
+            fields["num_kv_heads"] = heads
+        return fields
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -148,28 +151,49 @@ class HybridConfig(PatternConfig):
         return given.get("layer_types", kinds)
 
     def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | {"layer_types": self.mixings}
+        fields = super().to_hf() | {"layer_types": self.mixings}
+        # If transformers has a default for the size of a head, that is not features / num_heads.
+        return fields | ({"head_dim": self.head_size} if "head_dim" in self.hf_defaults else {})
 
     @property
     def head_size(self) -> int:
         """The size of a head of the attention, also if `head_features` is None."""
         return self.head_features or self.features // self.num_heads
 
+    def blocks(self, **options: Unpack[LayerOptions]) -> list[SequenceLayer]:
+        """Builds all blocks, from the lowest up."""
+        return [self.block(kind, i, **options) for i, kind in enumerate(self.mixings)]
+
     def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "HybridBlock":
         """Builds the block with this number, which is of this kind."""
-        build = self.attention if kind == FULL else self.mixer
-        return HybridBlock(
-            build(**options),
+        build = {FULL: self.attention, SLIDING: self.sliding_attention}.get(kind, self.mixer)
+        others: dict[str, Any] = {"norms_outputs": True} if kind in self.post_normed else {}
+        return self.block_of(build(**options), kind, number, **others, **options)
+
+    def block_of(
+        self, mixer: SequenceLayer, kind: str, number: int, **options: Any
+    ) -> "HybridBlock":
+        """Builds the block with this number from its mixer. `options` may be of its class alone."""
+        return self.block_class(
+            mixer,
             self.experts if self.has_experts(number) else self.mlp,
             partial(self.norm, epsilon=self.epsilon),
             keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
-            norms_outputs=kind in self.post_normed,
             **options,
         )
+
+    @property
+    def block_class(self) -> "Callable[..., HybridBlock]":
+        """The class of the blocks."""
+        return HybridBlock
 
     def attention(self, **options: Any) -> SequenceLayer:
         """Builds the mixer of a block with attention."""
         return self.make(Attention, **options)
+
+    def sliding_attention(self, **options: Any) -> SequenceLayer:
+        """Builds the mixer of a block with attention over a window."""
+        raise NotImplementedError  # a `WindowConfig` builds it
 
     def mixer(self, **options: Any) -> SequenceLayer:
         """Builds the mixer of any other block."""
@@ -189,6 +213,26 @@ class HybridConfig(PatternConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowConfig(HybridConfig):
+    """The base class of the configs of hybrids with attention over a window in some blocks."""
+
+    window: int = 256
+    """The number of steps that each step of this attention sees, including itself."""
+
+    @classmethod
+    def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps a window of null, which no block can have."""
+        window = config.get("sliding_window", cls.window)
+        return super().converted(given, config) | {"window": window}
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(**{"window": None} | options)
+
+    def sliding_attention(self, **options: Any) -> SequenceLayer:
+        return self.attention(window=self.window, max_length=None, **options)
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertsConfig(HybridConfig):
     """The base class of the configs of hybrids that may have experts instead of MLPs."""
 
@@ -205,6 +249,40 @@ class ExpertsConfig(HybridConfig):
     def experts(self, **options: Any) -> Experts:
         sizes = self.features, self.expert_features, self.num_experts, self.experts_per_token
         return Experts(*sizes, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidExpertsConfig(ExpertsConfig):
+    """The base class of the configs of hybrids whose routers score experts with a sigmoid."""
+
+    experts_scale: Positive = 1.0
+    """The factor of the weights of the experts."""
+    normalize_experts: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def experts(self, **options: Any) -> Experts:
+        weights = {"normalize": self.normalize_experts, "scale": self.experts_scale}
+        return super().experts(scores="sigmoid", **weights, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedExpertsConfig(SigmoidExpertsConfig):
+    """The base class of the configs of hybrids that choose experts from the best groups.
+
+    A bias, which training leaves alone, influences the choice.
+    """
+
+    num_expert_groups: int = 1
+    """Number of groups of experts."""
+    expert_groups_per_token: int = 1
+    """Number of groups from which the experts of a token are chosen."""
+
+    def experts(self, **options: Any) -> Experts:
+        groups = {
+            "num_groups": self.num_expert_groups,
+            "groups_per_token": self.expert_groups_per_token,
+        }
+        return super().experts(use_expert_bias=True, **groups, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +376,9 @@ class GatedDeltaNetConfig(HybridConfig):
 class HybridBlock(ResidualBlock[Any]):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`, with a gated MLP or with experts.
 
-    With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. `keys` has the keys
-    of the parts in each layout.
+    With `norms_outputs`, `x ← x + norm(mixer(x))`, then `x ← x + norm(mlp(x))`. With
+    `sandwich_norm`, `x ← x + norm(mixer(norm(x)))`, then `x ← x + norm(mlp(norm(x)))`. `keys` has
+    the keys of the parts in each layout.
     """
 
     parts = ("mixer_norm", "mixer", "mlp_norm", "mlp")
@@ -312,6 +391,7 @@ class HybridBlock(ResidualBlock[Any]):
         *,
         keys: Mapping[str, BlockKeys],
         norms_outputs: bool = False,
+        sandwich_norm: bool = False,
         **options: Unpack[LayerOptions],
     ):
         features = mixer.in_features
@@ -321,6 +401,18 @@ class HybridBlock(ResidualBlock[Any]):
         self.mixer = mixer
         self.mlp_norm = norm(features, **norm_options(options))
         self.mlp = mlp(**options)
+        self.mixer_out_norm, self.mlp_out_norm = (
+            norm(features, **norm_options(options)) if sandwich_norm else None for _ in range(2)
+        )
+
+    def sequence(self, x, state, rows):
+        """Runs the mixer, then the MLP, each with its norms and added to its input."""
+        if self.mixer_out_norm is None or self.mlp_out_norm is None:
+            return super().sequence(x, state, rows)
+        x, scale = x.astype(self.computation_dtype(x)), self.residual_scale
+        y, state = self.mixer.sequence(self.mixer_norm(x), state, rows)
+        x = x + scale * self.mixer_out_norm(y)
+        return x + scale * self.mlp_out_norm(self.mlp_of(rows)(self.mlp_norm(x))), state
 
     def mlp_of(self, rows: Rows) -> Map:
         """The MLP, or the experts with the mask of the real tokens."""
@@ -335,9 +427,17 @@ class HybridBlock(ResidualBlock[Any]):
                 *nested(mixer_layouts[keys.layout], "mixer", keys.mixer),
                 *rms_norm("mlp_norm", keys.mlp_norm),
                 *self._mlp_rows(keys),
+                *self._out_norm_rows(keys),
             ]
             for layout, keys in self.keys
         }
+
+    def _out_norm_rows(self, keys: BlockKeys) -> Table:
+        """The rows of the norms after the mixer and after the MLP."""
+        if self.mixer_out_norm is None:
+            return []
+        mixer, mlp = keys.out_norms
+        return rms_norm("mixer_out_norm", mixer) + rms_norm("mlp_out_norm", mlp)
 
     def _mlp_rows(self, keys: BlockKeys) -> Table:
         """The rows of the MLP or of the mixture of experts."""
@@ -364,7 +464,7 @@ class HybridLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(*sizes, embedding_init=init, **options),
-            blocks=[config.block(kind, i, **matrix) for i, kind in enumerate(config.mixings)],
+            blocks=config.blocks(**matrix),
             norm=config.norm(config.features, epsilon=config.epsilon, **options),
             head=None if config.tied_head else Linear(*sizes[::-1], use_bias=False, **matrix),
         )
@@ -387,8 +487,9 @@ def model_layouts(
 ) -> tuple[Layout, Layout]:
     """Returns the layouts of the `state_dict` and of the saved files, under the prefix `model`.
 
-    If the head is tied, files leave out its key. With `file_sizes`, the blocks have other keys in
-    files: their layout is `blocks_layout` with the ending `-file`.
+    If the head is tied, files leave out its key, and those of layers that an earlier block shares.
+    With `file_sizes`, the blocks have other keys in files: their layout is `blocks_layout` with the
+    ending `-file`.
     """
     layout = Layout(
         f"{model}.embed_tokens.weight",

@@ -180,7 +180,6 @@ class JambaLanguageModelConfig(BalancedExpertsConfig):
         return super().converted(given, config) | {
             "inner_features": given["mamba_expand"] * features,
             "dt_rank": math.ceil(features / 16) if rank == "auto" else rank,
-            "num_kv_heads": cls.kv_heads(given, config),
         }
 
     @classmethod

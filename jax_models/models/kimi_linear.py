@@ -5,7 +5,7 @@ __all__ = ["KimiLinearLanguageModel", "KimiLinearLanguageModelConfig"]
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.experts import Experts
@@ -17,8 +17,8 @@ from jax_models.models.hybrid import (
     FULL,
     LINEAR,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
+    GroupedExpertsConfig,
     HybridLanguageModel,
     experts_sizes,
     model_layouts,
@@ -26,14 +26,6 @@ from jax_models.models.hybrid import (
 from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
 
-ALIASES = {
-    "n_group": "num_expert_group",
-    "n_shared_experts": "num_shared_experts",
-    "norm_topk_prob": "moe_renormalize",
-    "num_experts_per_tok": "num_experts_per_token",
-    "num_local_experts": "num_experts",
-}
-"""Maps names of fields in transformers' classes to their names in the published config.json."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 STACKED = (*2 * ["experts.gate_up_proj"], "experts.down_proj")
 """The keys of the experts' matrices in a `state_dict`."""
@@ -127,7 +119,7 @@ MOONSHOT = FILE._replace(
 
 
 @dataclasses.dataclass(frozen=True)
-class KimiLinearLanguageModelConfig(ExpertsConfig):
+class KimiLinearLanguageModelConfig(GroupedExpertsConfig):
     """The config of Kimi Linear. Except for the sizes, the defaults are those of transformers."""
 
     family: ClassVar = "Kimi Linear"
@@ -168,6 +160,14 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
         "topk_group": "expert_groups_per_token",
         "rms_norm_eps": "epsilon",
         "initializer_range": "initializer_range",
+    }
+    # The names in transformers' classes, and those in the published config.json
+    hf_aliases: ClassVar = {
+        "n_group": "num_expert_group",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "num_experts_per_tok": "num_experts_per_token",
+        "num_local_experts": "num_experts",
     }
     hf_values: ClassVar = {
         "hidden_act": ("silu",),
@@ -226,22 +226,11 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
     """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
     experts_scale: Positive = 2.446
     """The factor of the weights of the experts."""
-    normalize_experts: bool = True
-    """Whether the weights of a token's experts are divided by their sum."""
-    num_expert_groups: int = 1
-    """Number of groups of experts."""
-    expert_groups_per_token: int = 1
-    """Number of groups from which the experts of a token are chosen."""
     epsilon: Positive = 1e-5
     """ε of the norms, except for those of latents."""
 
     def build(self, **options: Unpack[NormOptions]) -> "KimiLinearLanguageModel":
         return KimiLinearLanguageModel(self, **options)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads a config.json, with the names of fields of files or of transformers' classes."""
-        return super().from_hf({ALIASES.get(name, name): value for name, value in config.items()})
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,16 +305,8 @@ class KimiLinearLanguageModelConfig(ExpertsConfig):
         return self.make(KimiDeltaAttention, **sizes, **options)
 
     def experts(self, **options: Any) -> Experts:
-        return super().experts(
-            scores="sigmoid",
-            normalize=self.normalize_experts,
-            scale=self.experts_scale,
-            use_expert_bias=True,
-            num_groups=self.num_expert_groups,
-            groups_per_token=self.expert_groups_per_token,
-            shared_features=self.num_shared_experts * self.expert_features,
-            **options,
-        )
+        shared = self.num_shared_experts * self.expert_features
+        return super().experts(shared_features=shared, **options)
 
 
 class KimiLinearLanguageModel(HybridLanguageModel):

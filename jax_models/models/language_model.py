@@ -33,6 +33,7 @@ from jax_models.ops.rows import Rows, roll_rows
 from jax_models.options import CheckedOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
+from jax_models.weights.layouts import with_shared_rows
 from jax_models.weights.rows import join
 
 
@@ -173,8 +174,16 @@ class LanguageModel(CheckedOptions, nnx.Module):
             inner = layout.blocks_layout or name
             if all(inner in table for _, table in blocks) and (layout.head or not self.head):
                 rows = [row for i, table in blocks for row in nested(table[inner], i, i)]
-                tables[name] = [*self._ends(layout), *nested(rows, "blocks", layout.blocks)]
+                table = [*self._ends(layout), *nested(rows, "blocks", layout.blocks)]
+                tables[name] = with_shared_rows(self, table, repeats=self.repeats_tied(layout))
         return tables
+
+    def repeats_tied(self, layout: Layout) -> bool:
+        """Whether `to_torch` writes an array that has several keys under each of them.
+
+        As transformers does, files leave out such keys only if the head is tied.
+        """
+        return layout.repeats_embedding or self.head is not None
 
     def _ends(self, layout: Layout) -> Table:
         """The rows of the embeddings, the last norm and the head."""
@@ -183,7 +192,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         if head is not None and self.head is not None:
             rows += [transposed("head.kernel", head), *_bias("head", self.head, head)]
         elif head is not None:
-            written = (layout.embedding, head)[: 1 + layout.repeats_embedding]
+            written = (layout.embedding, head)[: 1 + self.repeats_tied(layout)]
             rows = [tied(table, written, optional=(head,))]
         if self.pos_embedding is not None and layout.positions is not None:
             rows.append(layout.positions)

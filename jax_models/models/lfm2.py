@@ -14,15 +14,15 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.short_convolution import ShortConvolution
-from jax_models.models.architecture import Checkpoint, Fields
+from jax_models.models.architecture import Checkpoint, Fields, Mark
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     FULL,
     BlockKeys,
-    ExpertsConfig,
     ExpertsKeys,
     HybridConfig,
     HybridLanguageModel,
+    SigmoidExpertsConfig,
     attention_sizes,
     experts_sizes,
     model_layouts,
@@ -32,6 +32,8 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, parts
 
 PROJECTIONS = ("w1", "w3", "w2")
+LATER_PARTS = (".post_operator_norm.", ".self_attn.q_norm.")
+"""Parts of the keys of LFM3, which LFM2 lacks."""
 ROUTER, EXPERT_BIAS = "feed_forward.gate.weight", "feed_forward.expert_bias"
 EXPERTS = ExpertsKeys(
     ROUTER,
@@ -56,21 +58,29 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
     return {"conv": BlockKeys("conv", *keys), FULL: BlockKeys("self_attn", *keys)}
 
 
-def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+def conv_sizes(checkpoint: Checkpoint, norm: str) -> Fields:
+    """Reads the fields of a `ConvConfig`. The norm of the attention's queries has this name."""
     fields = {
-        **experts_sizes(checkpoint, experts),
-        "use_expert_bias": checkpoint.has(f"*.{EXPERT_BIAS}"),
         "block_types": kinds_by_key(checkpoint, "*.conv.in_proj.weight", "conv", FULL),
-        **attention_sizes(checkpoint, "self_attn", "q_layernorm"),
+        **attention_sizes(checkpoint, "self_attn", norm),
         "tied_head": checkpoint.tied_head,
     }
-    if fields["num_experts"]:
-        fields["num_dense_layers"] = checkpoint.in_blocks(f"*.{ROUTER}").count(False)
     if checkpoint.has("*.feed_forward.w1.weight"):
         fields["mlp_features"] = checkpoint.size("*.feed_forward.w1.weight", 0)
     if checkpoint.has("*.conv.conv.weight"):
         fields["kernel_size"] = checkpoint.size("*.conv.conv.weight", 2, rank=3)
         fields["conv_bias"] = checkpoint.has("*.conv.conv.bias")
+    return fields
+
+
+def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
+    fields = {
+        **conv_sizes(checkpoint, "q_layernorm"),
+        **experts_sizes(checkpoint, experts),
+        "use_expert_bias": checkpoint.has(f"*.{EXPERT_BIAS}"),
+    }
+    if fields["num_experts"]:
+        fields["num_dense_layers"] = checkpoint.in_blocks(f"*.{ROUTER}").count(False)
     return fields
 
 
@@ -105,7 +115,28 @@ LFM2_MOE = HFModel(
 
 
 @dataclasses.dataclass(frozen=True)
-class LFM2LanguageModelConfig(ExpertsConfig):
+class ConvConfig(HybridConfig):
+    """The base class of the configs of hybrids with short convolutions."""
+
+    rope_theta: Positive = 1e6
+    """θ of `ops.rotary`."""
+    epsilon: Positive = 1e-5
+    """ε of the norms."""
+    kernel_size: int = 3
+    """Number of taps of the short convolutions."""
+    conv_bias: bool = False
+    """Whether the short convolutions and their projections have biases."""
+
+    def attention(self, **options: Any) -> SequenceLayer:
+        return super().attention(qk_norm="head", **options)
+
+    def mixer(self, **options: Any) -> SequenceLayer:
+        biases = {"bias_init": nnx.initializers.zeros} if self.conv_bias else {}
+        return self.make(ShortConvolution, use_bias=self.conv_bias, **biases, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class LFM2LanguageModelConfig(ConvConfig, SigmoidExpertsConfig):
     """The config of LFM2. Except for the sizes, the defaults are those of transformers.
 
     By default, there are no experts. transformers calls the models with experts `lfm2_moe`.
@@ -113,7 +144,7 @@ class LFM2LanguageModelConfig(ExpertsConfig):
 
     family: ClassVar = "LFM2"
     model_types: ClassVar = ("lfm2", LFM2_MOE.model_type)
-    marks: ClassVar = ("model.embedding_norm.",)
+    marks: ClassVar = (Mark(("model.embedding_norm.",), lacks=LATER_PARTS),)
     kinds: ClassVar = ("conv", FULL)
     block_keys: ClassVar = {"hf": _block_keys(EXPERTS), "hf-file": _block_keys(FILE_EXPERTS)}
     float32_keys: ClassVar = (f".{EXPERT_BIAS}",)
@@ -138,22 +169,10 @@ class LFM2LanguageModelConfig(ExpertsConfig):
 
     block_types: tuple[str, ...] = ("conv", "conv", FULL)
     """The kinds of the blocks, from the lowest up. The pattern repeats."""
-    rope_theta: Positive = 1e6
-    """θ of `ops.rotary`."""
-    epsilon: Positive = 1e-5
-    """ε of the norms."""
-    kernel_size: int = 3
-    """Number of taps of the short convolutions."""
-    conv_bias: bool = False
-    """Whether the short convolutions and their projections have biases."""
     num_dense_layers: Index = 2
     """Number of the lowest blocks that have MLPs even if all other blocks have experts."""
     use_expert_bias: bool = False
     """Whether a bias, which training leaves alone, influences the choice of experts."""
-    normalize_experts: bool = True
-    """Whether the weights of a token's experts are divided by their sum."""
-    experts_scale: Positive = 1.0
-    """The factor by which the weights of the experts are multiplied."""
 
     def build(self, **options: Unpack[NormOptions]) -> "LFM2LanguageModel":
         return LFM2LanguageModel(self, **options)
@@ -192,21 +211,7 @@ class LFM2LanguageModelConfig(ExpertsConfig):
         return self.num_experts > 0 and number >= self.num_dense_layers
 
     def experts(self, **options: Any) -> Experts:
-        return super().experts(
-            scores="sigmoid",
-            normalize=self.normalize_experts,
-            epsilon=1e-6,
-            scale=self.experts_scale,
-            use_expert_bias=self.use_expert_bias,
-            **options,
-        )
-
-    def attention(self, **options: Any) -> SequenceLayer:
-        return super().attention(qk_norm="head", **options)
-
-    def mixer(self, **options: Any) -> SequenceLayer:
-        biases = {"bias_init": nnx.initializers.zeros} if self.conv_bias else {}
-        return self.make(ShortConvolution, use_bias=self.conv_bias, **biases, **options)
+        return super().experts(epsilon=1e-6, use_expert_bias=self.use_expert_bias, **options)
 
 
 class LFM2LanguageModel(HybridLanguageModel):
@@ -253,7 +258,9 @@ def conv_layouts(layer: ShortConvolution) -> Layouts:
 
 @layouts_of(Attention)
 def attention_layouts(attention: Attention) -> Layouts:
-    """`lfm2`: the keys of transformers' Lfm2Attention."""
+    """`lfm2`: the keys of transformers' Lfm2Attention, which has no gates."""
+    if attention.gate_proj is not None:
+        return {}
     projections = ("q_proj", "k_proj", "v_proj", "out_proj")
     return {"lfm2": attention.rows(*projections, "q_layernorm", "k_layernorm")}
 

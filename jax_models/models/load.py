@@ -57,14 +57,11 @@ def load_pretrained(
         >>> save_file(to_torch(config.build(rngs=nnx.Rngs(0))), "model.safetensors")
         >>> model = load_pretrained("model.safetensors")
 
-    It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
-    and 7 (BlinkDL's files, fla's, transformers'), Qwen3.5 (the text part), Qwen3-Next, OLMo Hybrid,
-    LFM2, Mamba, FalconMamba and Mamba-2 (transformers' and mamba_ssm's), Granite 4, Bamba,
-    Falcon-H1, Nemotron-H, Jamba, Kimi Linear, Ling 3, MiniMax, HyenaDNA, hippogriff, silero-VAD,
-    the files that `twinscan export` writes (pass the options that no shape determines, such as
-    Griffin's `window`), and the models that other packages declare. The weights may be files of
-    safetensors or `torch.save`, either whole or in shards that an index file lists, or an orbax
-    folder. Keys, shapes and the config.json identify the model. No weights are initialized at
+    It reads the models that docs/architectures.md lists, in the files of transformers and of their
+    authors; the files that `twinscan export` writes (pass the options that no shape determines,
+    such as Griffin's `window`); and the models that other packages declare. The weights may be
+    files of safetensors or `torch.save`, either whole or in shards that an index file lists, or an
+    orbax folder. Keys, shapes and the config.json identify the model. No weights are initialized at
     random. Each weight is read when its parameter is created, so loading needs little more memory
     than the model itself.
 

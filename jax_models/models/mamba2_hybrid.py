@@ -79,8 +79,7 @@ class Mamba2HybridConfig(HybridConfig):
                 "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "
                 f"{inner} / {heads}, got {size}"
             )
-        sizes = {"mamba_head_features": size, "num_kv_heads": cls.kv_heads(given, config)}
-        return super().converted(given, config) | sizes
+        return super().converted(given, config) | {"mamba_head_features": size}
 
     @classmethod
     def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ __all__ = ["MiniMaxLanguageModel", "MiniMaxLanguageModelConfig"]
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.lightning_attention import LightningAttention
@@ -55,6 +55,16 @@ FACTORS = {
     "mlp_beta_factor": "mlp_beta",
 }
 """The fields of a config.json with the factors α and β, and those of our config."""
+OTHER_FACTORS = {
+    f"layernorm_{part}_{name}": f"{field}_{name}_factor"
+    for part, field in (
+        ("full_attention", "full_attn"),
+        ("linear_attention", "linear_attn"),
+        ("mlp", "mlp"),
+    )
+    for name in ("alpha", "beta")
+}
+"""The names of these fields in the files that MiniMax published."""
 
 
 def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
@@ -91,7 +101,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
 
     family: ClassVar = "MiniMax"
     presets: ClassVar = {"minimax": {}}
-    model_types: ClassVar = ("minimax",)
+    model_types: ClassVar = ("minimax", "minimax_text_01", "minimax_m1")
     marks: ClassVar = (f".{QKV}",)
     kinds: ClassVar = (LINEAR, FULL)
     block_keys: ClassVar = {"hf": _block_keys(EXPERTS), "hf-file": _block_keys(FILE_EXPERTS)}
@@ -105,11 +115,18 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         **FACTORS,
         **BALANCE_FIELDS,
     }
+    hf_aliases: ClassVar = {
+        "num_experts": "num_local_experts",
+        "attn_type_list": "layer_types",
+        **OTHER_FACTORS,
+    }
     hf_values: ClassVar = {
         "hidden_act": ("silu",),
         "attention_dropout": (0,),
         "router_jitter_noise": (0,),
         "sliding_window": (None,),
+        "postnorm": (True,),
+        "shared_intermediate_size": (0,),
         "rope_type": ("default",),
         "tie_word_embeddings": (False, True),
     }
@@ -145,15 +162,9 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         return MiniMaxLanguageModel(self, **options)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads a config.json, in which the number of experts may have its name in transformers."""
-        names = {"num_experts": "num_local_experts"}
-        return super().from_hf({names.get(name, name): value for name, value in config.items()})
-
-    @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads `rotary_dim`, the number of rotated features. transformers 5.24 ignores it."""
-        fields = super().converted(given, config) | {"num_kv_heads": cls.kv_heads(given, config)}
+        fields = super().converted(given, config)
         if "rotary_dim" not in given:
             return fields
         size = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
@@ -166,9 +177,12 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
-        """The kind of each block, by default full attention in every other block."""
+        """The kind of each block, by default full attention in every other block.
+
+        MiniMax's files have numbers: 0 for lightning attention, 1 for full attention.
+        """
         kinds = [cls.kinds[i % 2 == 0] for i in range(given["num_hidden_layers"])]
-        return given.get("layer_types", kinds)
+        return [dict(enumerate(cls.kinds)).get(k, k) for k in given.get("layer_types", kinds)]
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json, which also states the number of rotated features."""
@@ -180,7 +194,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
         """The number of features of a head that `Attention` rotates."""
         return round(self.head_size * self.rotary_fraction)
 
-    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> "MiniMaxBlock":
+    def block(self, kind: str, number: int, **options: Unpack[LayerOptions]) -> HybridBlock:
         """Builds a block, with the residual factors of its kind of mixer."""
         if kind == FULL:
             mixer, factors = self.attention(**options), (self.full_alpha, self.full_beta)
@@ -188,14 +202,12 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
             place: Any = {"layer_index": number, "epsilon": 1e-6}
             mixer = self.make(LightningAttention, **place, **options)
             factors = self.lightning_alpha, self.lightning_beta
-        return MiniMaxBlock(
-            mixer,
-            self.experts,
-            partial(self.norm, epsilon=self.epsilon),
-            keys={layout: kinds[kind] for layout, kinds in self.block_keys.items()},
-            factors=(*factors, self.mlp_alpha, self.mlp_beta),
-            **options,
-        )
+        factors = *factors, self.mlp_alpha, self.mlp_beta
+        return self.block_of(mixer, kind, number, factors=factors, **options)
+
+    @property
+    def block_class(self) -> "type[MiniMaxBlock]":
+        return MiniMaxBlock
 
     def attention(self, **options: Any) -> SequenceLayer:
         rotated = self.rotary_features

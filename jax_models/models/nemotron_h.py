@@ -21,6 +21,7 @@ from jax_models.models.hybrid import (
     HEAD,
     LINEAR,
     OLDER_KINDS,
+    GroupedExpertsConfig,
     HybridLanguageModel,
 )
 from jax_models.models.mamba2_hybrid import Mamba2HybridConfig, mamba2_hybrid_sizes
@@ -33,16 +34,6 @@ MOE, ONLY_MLP = "moe", "mlp"
 """The kinds of the blocks with a mixture of experts and with an MLP."""
 LETTERS = {"M": LINEAR, "*": FULL, "-": ONLY_MLP, "E": MOE}
 """The letters of a `hybrid_override_pattern`."""
-OLDER_FIELDS = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_min": "time_step_min",
-    "mamba_dt_max": "time_step_max",
-    "mamba_dt_init_floor": "time_step_floor",
-    "mamba_dt_limit": "time_step_limit",
-}
-"""The names that older files have for fields of the config.json."""
 KEY_OF_KIND = {
     LINEAR: "*.mixer.A_log",
     FULL: "*.mixer.q_proj.weight",
@@ -105,7 +96,7 @@ FILE = _layout("backbone", "experts.0.up_proj.weight", 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class NemotronHLanguageModelConfig(Mamba2HybridConfig):
+class NemotronHLanguageModelConfig(Mamba2HybridConfig, GroupedExpertsConfig):
     """The config of Nemotron-H. Except for the sizes, the defaults are those of transformers."""
 
     family: ClassVar = "Nemotron-H"
@@ -152,6 +143,16 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         "layer_norm_epsilon": "epsilon",
         "initializer_range": "initializer_range",
     }
+    # Names in older files
+    hf_aliases: ClassVar = {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_max": "time_step_max",
+        "mamba_dt_init_floor": "time_step_floor",
+        "mamba_dt_limit": "time_step_limit",
+    }
     hf_sizes: ClassVar = ("vocab_size", "hidden_size", "num_attention_heads")
     hf_values: ClassVar = {
         "mlp_hidden_act": ("relu2",),
@@ -184,24 +185,12 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
     tied_head: ClassVar = False  # pyright: ignore[reportIncompatibleVariableOverride]
     num_experts: int = 8
     """Number of experts in a block with experts, without the shared one."""
-    experts_per_token: int = 2
-    """Number of experts that are chosen for each token."""
-    expert_features: int = 128
-    """Width of each of these experts."""
     shared_features: int = 128
     """Width of the shared expert."""
     latent_features: int | None = None
     """Size of the input and the output of each expert, which two projections connect to the width
     of the model. None: the width of the model, without projections.
     """
-    experts_scale: Positive = 1.0
-    """The factor of the weights of the experts."""
-    normalize_experts: bool = True
-    """Whether these weights are divided by their sum."""
-    num_expert_groups: int = 1
-    """Number of groups of experts."""
-    expert_groups_per_token: int = 1
-    """Number of groups from which the experts of a token are chosen."""
     dt_min: Positive = 0.001
     """The least initial Δ."""
     dt_max: Positive = 0.1
@@ -217,18 +206,15 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         return NemotronHLanguageModel(self, **options)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "NemotronHLanguageModelConfig":
-        """Reads a config.json with the names of fields of any version."""
-        renamed = {OLDER_FIELDS.get(name, name): value for name, value in config.items()}
-        # transformers ignores `num_hidden_layers`: the list of kinds determines it.
-        types = cls.layer_types(renamed)
-        return super().from_hf(renamed | {"num_hidden_layers": len(types)})
-
-    @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = {"mamba_n_heads": given["mamba_num_heads"], "mamba_d_head": given["mamba_head_dim"]}
-        fields = super().converted(given | sizes, config)
-        return fields | {"num_layers": given["num_hidden_layers"]}
+        # transformers ignores `num_hidden_layers`: the list of kinds determines it.
+        num_layers = len(cls.layer_types(given))
+        sizes = {
+            "num_hidden_layers": num_layers,
+            "mamba_n_heads": given["mamba_num_heads"],
+            "mamba_d_head": given["mamba_head_dim"],
+        }
+        return super().converted(given | sizes, config) | {"num_layers": num_layers}
 
     @classmethod
     def inner_features(cls, given: Mapping[str, Any], config: Mapping[str, Any]) -> int:
@@ -281,18 +267,7 @@ class NemotronHLanguageModelConfig(Mamba2HybridConfig):
         )
 
     def experts(self, **options: Any) -> Experts:
-        """Builds the mixture of experts of a block."""
-        return Experts(
-            self.features,
-            self.expert_features,
-            self.num_experts,
-            self.experts_per_token,
-            scores="sigmoid",
-            normalize=self.normalize_experts,
-            scale=self.experts_scale,
-            use_expert_bias=True,
-            num_groups=self.num_expert_groups,
-            groups_per_token=self.expert_groups_per_token,
+        return super().experts(
             activation="relu2",
             gated=False,
             use_bias=self.mlp_bias,

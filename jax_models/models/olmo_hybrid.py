@@ -100,7 +100,6 @@ class OLMoHybridLanguageModelConfig(GatedDeltaNetConfig):
         key_features = given.get("linear_key_head_dim", int(0.75 * features / key_heads))
         rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}
         return super().converted(given, config) | {
-            "num_kv_heads": given.get("num_key_value_heads", heads),
             "num_key_heads": key_heads,
             "num_value_heads": given.get("linear_num_value_heads", heads),
             "key_features": key_features,

@@ -12,7 +12,7 @@ from jax_models.layers.attention import Attention
 from jax_models.layers.experts import Experts
 from jax_models.layers.gated_delta_net import GatedDeltaNet
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import Checkpoint, Fields
+from jax_models.models.architecture import Checkpoint, Fields, Mark
 from jax_models.models.hf import HFModel, kinds_by_key
 from jax_models.models.hybrid import (
     BALANCE_FIELDS,
@@ -62,20 +62,25 @@ def block_keys(layout: str, experts: ExpertsKeys) -> dict[str, BlockKeys]:
 
 def mixer_sizes(checkpoint: Checkpoint) -> Fields:
     """Reads the fields of the mixers, and whether the head is tied."""
-    fields = {
+    return {
         "block_types": kinds_by_key(checkpoint, "*.linear_attn.A_log", LINEAR, FULL),
         **attention_sizes(checkpoint, "self_attn", "q_norm", parts=2),
         "attention_bias": checkpoint.has("*.self_attn.q_proj.bias"),
         "tied_head": checkpoint.tied_head,
+        **delta_net_sizes(checkpoint, "norm"),
     }
+
+
+def delta_net_sizes(checkpoint: Checkpoint, norm: str) -> Fields:
+    """Reads the fields of the Gated DeltaNets, whose norm has this name."""
     num_key_heads = checkpoint.given("num_key_heads")
     if not checkpoint.has("*.linear_attn.A_log"):
-        return fields
+        return {}
     num_value_heads = checkpoint.size("*.linear_attn.A_log", 0, rank=1)
-    value_features = checkpoint.size("*.linear_attn.norm.weight", 0, rank=1)
+    value_features = checkpoint.size(f"*.linear_attn.{norm}.weight", 0, rank=1)
     # The convolution has the channels of the queries, the keys and the values.
     channels = checkpoint.size("*.linear_attn.conv1d.weight", 0, rank=3)
-    return fields | {
+    return {
         "num_value_heads": num_value_heads,
         "value_features": value_features,
         "key_features": (channels - num_value_heads * value_features) // (2 * num_key_heads),
@@ -141,7 +146,10 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, BalancedExpertsConfig):
 
     family: ClassVar = "Qwen3.5"
     model_types: ClassVar = ("qwen3_5_text", "qwen3_5", QWEN35_MOE.model_type, "qwen3_5_moe")
-    marks: ClassVar = (".linear_attn.in_proj_qkv.",)
+    marks: ClassVar = (
+        Mark((".linear_attn.in_proj_qkv.", ".mlp.shared_expert_gate.")),
+        Mark((".linear_attn.in_proj_qkv.",), lacks=(".mlp.shared_expert.",)),
+    )
     left_out: ClassVar = ("mtp.", "model.visual.", "visual.")
     norm: ClassVar = ZeroCenteredRMSNorm
     block_keys: ClassVar = {
@@ -195,13 +203,6 @@ class Qwen35LanguageModelConfig(GatedDeltaNetConfig, BalancedExpertsConfig):
             shared = {name: config[name] for name in own if config.get(name) is not None}
             config = {"model_type": f"{model_type}_text", **text, **shared}
         return super().from_hf(config)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the config.json, which always states the size of a head.
-
-        Otherwise, transformers would take its default, whatever the width of the model is.
-        """
-        return super().to_hf() | {"head_dim": self.head_size}
 
     @property
     def rotary_features(self) -> int:
@@ -280,7 +281,7 @@ def delta_net_layouts(layer: GatedDeltaNet) -> Layouts:
 @layouts_of(Attention, default=True)
 def attention_layouts(attention: Attention) -> Layouts:
     """`qwen3_5`: the keys of transformers' Qwen3_5Attention, with no norm over all heads."""
-    if attention.qk_norm == "all":
+    if attention.qk_norm == "all" or attention.gate_proj is not None:
         return {}
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {"qwen3_5": attention.rows(*projections, "q_norm", "k_norm")}

@@ -17,22 +17,33 @@ def rotary(
     rotated: int,
     theta: Positive = 10_000.0,
     interleaved: bool = False,
+    num_pairs: int | None = None,
 ) -> Float[Array, "batch time heads head_features"]:
     """Rotates the first n = `rotated` features of each head by angles that grow with the position.
 
         (x_i, x_{i + n/2}) is rotated by p · θ^{−2i/n},   i = 0 … n/2 − 1
 
-    If `interleaved`, neighboring features (x_{2i}, x_{2i + 1}) are rotated instead. As a result,
+    If `interleaved`, neighboring features (x_{2i}, x_{2i + 1}) are rotated instead. With
+    `num_pairs`, only the pairs i < num_pairs are rotated (p-RoPE, arXiv 2410.06205). As a result,
     the product of a query and a key depends on the distance of their positions. The angles are
     computed in at least float32.
 
     Raises:
-        ValueError: `rotated` is odd or exceeds the number of features, or θ is not positive.
+        ValueError: `rotated` is odd or exceeds the number of features, `num_pairs` is negative or
+            exceeds n/2, or θ is not positive.
 
     """
     checked_rotated("rotated", rotated, x.shape[-1])
     dtype = carry_dtype(x.dtype)
-    frequencies = jnp.asarray(theta ** (-np.arange(0, rotated, 2) / rotated), dtype)
+    frequencies = theta ** (-np.arange(0, rotated, 2) / rotated)
+    if num_pairs is not None:
+        if not 0 <= num_pairs <= rotated // 2:
+            raise ValueError(
+                f"num_pairs: expected at least 0 and at most rotated / 2 = {rotated // 2}, got "
+                f"{num_pairs}"
+            )
+        frequencies[num_pairs:] = 0
+    frequencies = jnp.asarray(frequencies, dtype)
     angles = positions.astype(dtype)[:, :, None, None] * frequencies[None, None, None]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     if interleaved:

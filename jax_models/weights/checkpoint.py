@@ -27,9 +27,9 @@ INDEX = "*.index.json"
 NAMES_OF_TRANSFORMERS = tuple(
     f"{name}{suffix}"
     for name in ("model.safetensors", "pytorch_model.bin")
-    for suffix in (".index.json", "")
+    for suffix in ("", ".index.json")
 )
-"""The names of transformers for files of weights. The first that exists is read."""
+"""The names of transformers for files of weights, in its order. The first that exists is read."""
 CONFIG = "config.json"
 OF_RUN = ("vocabulary.json", "checkpoints")
 """What the folder of a run of `twinscan train` holds."""
@@ -126,7 +126,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     # The folder may have the same weights in two formats, or the state of a training beside them.
     files = [folder / name for name in NAMES_OF_TRANSFORMERS if (folder / name).exists()][:1]
     files = files or sorted(folder.glob(INDEX))
-    files = files or [f for f in sorted(folder.iterdir()) if f.suffix in SAFETENSORS + TORCH]
+    for suffixes in SAFETENSORS, TORCH:
+        files = files or [f for f in sorted(folder.iterdir()) if f.suffix in suffixes]
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
         kinds = ", ".join(SAFETENSORS + TORCH)

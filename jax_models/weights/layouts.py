@@ -12,7 +12,7 @@ from flax import nnx
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import joined, lines
 from jax_models.weights.places import describe_prefix, locate_keys
-from jax_models.weights.rows import Weight, join, last_word
+from jax_models.weights.rows import Weight, join, last_word, repeated
 from jax_models.weights.tables import Layouts, Table, checked_table, nested
 from jax_models.weights.wrappers import find_wrapped
 
@@ -121,6 +121,39 @@ def params_of(layer) -> dict[str, nnx.Variable]:
         raise TypeError(f"layer: expected an nnx.Module, got {name}")
     flat = nnx.to_flat_state(nnx.state(layer, WEIGHTS))
     return {".".join(map(str, path)): param for path, param in flat}
+
+
+def with_shared_rows(layer: nnx.Module, table: Table, *, repeats: bool) -> Table:
+    """Joins the rows of a parameter that several submodules share.
+
+    Each of them names the parameter by a path and a key of its own, but the layer has it once, at
+    the path of the first. Import then reads any of these keys. Export writes only that of the
+    first, or with `repeats` all of them.
+    """
+    params = params_of(layer)
+    paths, rows, others = {id(param): path for path, param in params.items()}, [], {}
+    for row in table:
+        again = len(row.keys) == 1 and not params.keys() & {*row.params}
+        first = tuple(paths.get(id(_variable_at(layer, path))) for path in row.params if again)
+        if first and None not in first:
+            others[first] = (*others.get(first, ()), *row.keys)
+        else:
+            rows.append(row)
+    for i, row in enumerate(rows):
+        if row.params in others:
+            keys = (*row.keys, *others[row.params])
+            rows[i] = repeated(row, keys, len(keys) if repeats else 1)
+    return rows
+
+
+def _variable_at(layer: Any, path: str) -> Any:
+    """The variable at a path, or None if there is none."""
+    try:
+        for name in path.split("."):
+            layer = layer[int(name)] if name.isdigit() else getattr(layer, name)
+    except (AttributeError, IndexError, TypeError):
+        return None
+    return layer
 
 
 def other_arrays(layer: nnx.Module) -> dict[str, Any]:

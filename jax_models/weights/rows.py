@@ -237,17 +237,7 @@ def tied(param: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> W
     Export writes the `keys`. Import needs only one of the `keys` and `optional` keys, and refuses
     arrays that differ.
     """
-
-    def one(a, *others):
-        if not isinstance(a, Tracer):
-            numbers = np.asarray(a).tobytes()
-            if any(np.asarray(other).tobytes() != numbers for other in others):
-                raise ValueError("two different arrays, where the model has one")
-        return (a,)
-
-    return Weight(
-        (param,), keys, one, lambda a: (a,) * len(keys), tied=tuple(dict.fromkeys(keys + optional))
-    )
+    return repeated(same(param, keys[0]), (*keys, *optional), len(keys))
 
 
 @checked_row
@@ -264,6 +254,28 @@ def unused(key: str, value: np.ndarray) -> Weight:
 def ignored(key: str) -> Weight:
     """A key that import does not read and export does not write, such as a computed constant."""
     return Weight((), (), lambda: (), lambda: (), tied=(key,))
+
+
+def repeated(row: Weight, keys: tuple[str, ...], count: int) -> Weight:
+    """The row with several keys, each of which has the array of the row's single key.
+
+    Export writes the first `count` of them. Import needs only one, and refuses arrays that differ.
+    """
+
+    def one(a, *others):
+        if not isinstance(a, Tracer):
+            numbers = np.asarray(a).tobytes()
+            if any(np.asarray(other).tobytes() != numbers for other in others):
+                raise ValueError("two different arrays, where the model has one")
+        return row.to_jax(a)
+
+    return row._replace(
+        keys=keys[:count],
+        to_jax=one,
+        to_torch=lambda *values: row.to_torch(*values) * count,
+        stacks=False,
+        tied=tuple(dict.fromkeys(keys)),
+    )
 
 
 def reshaped(row: Weight, shape: tuple[int, ...], flat: tuple[int, ...]) -> Weight:

@@ -35,8 +35,17 @@ CASES = [
     ),
     attention(
         "Attention, window",
-        partial(Attention, 12, 4, num_kv_heads=2, window=3, qk_norm="head", rotary_features=0),
-        layout="qwen3_5",
+        partial(
+            Attention,
+            12,
+            4,
+            num_kv_heads=2,
+            window=3,
+            qk_norm="head",
+            rotary_features=0,
+            head_gate=True,
+        ),
+        layout="lfm3",
         reach=3,
     ),
 ]
@@ -44,15 +53,15 @@ CASES = [
 
 def rotating_whole_heads(rotary):
     """Rotates all features of a head instead of a part of them."""
-    return lambda x, positions, *, rotated, theta: rotary(
-        x, positions, rotated=x.shape[-1], theta=theta
+    return lambda x, positions, *, rotated, **options: rotary(
+        x, positions, rotated=x.shape[-1], **options
     )
 
 
 def with_even_frequencies(rotary):
     """Computes frequencies from the number of rotated features, although n is one less."""
-    return lambda x, positions, *, rotated, theta: rotary(
-        x, positions, rotated=rotated, theta=theta ** (3 / 4)
+    return lambda x, positions, *, theta, **options: rotary(
+        x, positions, theta=theta ** (3 / 4), **options
     )
 
 

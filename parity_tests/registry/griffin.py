@@ -87,20 +87,19 @@ def gates_of_transposed_blocks(layer):
 def rotating_neighbors(rotary):
     """Rotates features 2i and 2i + 1 together, as some other models do."""
 
-    def wrong(x, positions, *, rotated, theta):
+    def wrong(x, positions, *, rotated, **options):
         index = jnp.arange(rotated).reshape(rotated // 2, 2).T.reshape(-1)
         index = jnp.concatenate([index, jnp.arange(rotated, x.shape[-1])])
-        return rotary(x[..., index], positions, rotated=rotated, theta=theta)[
-            ..., jnp.argsort(index)
-        ]
+        x = rotary(x[..., index], positions, rotated=rotated, **options)
+        return x[..., jnp.argsort(index)]
 
     return wrong
 
 
 def rotating_whole_heads(rotary):
     """Rotates all features of a head instead of a part of them."""
-    return lambda x, positions, *, rotated, theta: rotary(
-        x, positions, rotated=x.shape[-1], theta=theta
+    return lambda x, positions, *, rotated, **options: rotary(
+        x, positions, rotated=x.shape[-1], **options
     )
 
 

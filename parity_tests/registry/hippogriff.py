@@ -87,8 +87,8 @@ def recurrence_first(layer):
 
 def half_of_a_head(rotary):
     """Rotates only half of each head, as RecurrentGemma does."""
-    return lambda x, positions, *, rotated, theta: rotary(
-        x, positions, rotated=rotated // 2, theta=theta
+    return lambda x, positions, *, rotated, **options: rotary(
+        x, positions, rotated=rotated // 2, **options
     )
 
 

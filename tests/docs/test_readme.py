@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from docs_site.blocks import ROOT, blocks, differs, run
-from jax_models import load_pretrained
 from jax_models.models.architecture import architectures
 from train.command.train import main as train
 from train.run.config import PRESETS
@@ -149,38 +148,23 @@ def test_commands_and_their_options_exist(page):
             assert re.search(rf"(?<!\S){re.escape(option)}(?![\w.-])", help_of(name)), line
 
 
-def test_the_pages_name_every_architecture():
-    """architectures.md and training.md name presets, pretrained.md names families."""
+def model_of(config: type) -> str:
+    """The name of a language model, as pages write it."""
+    return f"`{config.__name__.removesuffix('Config')}`"
+
+
+def test_the_page_of_architectures_and_the_changelog_name_every_model():
+    """No other page lists all models. Experiments with many presets have a page of their own."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     presets = pages["architectures.md"] + pages["training.md"]
     assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}
-    known = {config.family for config in architectures()}
-    rows = r"^\| it reads \|.*\n.*\n((?:\|.*\n)+)"
-    [table] = re.findall(rows, pages["pretrained.md"], re.MULTILINE)
-    assert known == {
-        name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")
-    }
-
-
-def names(text: str, family: str) -> bool:
-    """Whether a text names an architecture, also as one of several versions: RWKV-4, 6 and 7."""
-    name, _, version = family.partition("-")
-    others = r"-(?:\d, )*(?:\d\s+and )?" if version.isdigit() else "-"
-    pattern = re.escape(name) + (others + re.escape(version) if version else "")
-    return re.search(rf"\b{pattern}\b", text) is not None
-
-
-def test_lists_in_prose_name_every_architecture():
-    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    texts = [pages["README.md"], pages["CHANGELOG.md"], inspect.getdoc(load_pretrained)]
-    published = [config.family for config in architectures() if config.model_types]
-    assert [[name for name in published if not names(text, name)] for text in texts] == [[]] * 3
-    models = [config.__name__.removesuffix("Config") for config in architectures()]
-    for page in "CHANGELOG.md", "architectures.md":
-        written = re.findall(r"`(\w+)(…?)`", pages[page])
-        whole = {name for name, dots in written if not dots}
-        starts = tuple(name for name, dots in written if dots)
-        assert not [name for name in models if name not in whole and not name.startswith(starts)]
+    rows = r"^\| loaded as \|.*\n.*\n((?:\|.*\n)+)"
+    [table] = re.findall(rows, pages["architectures.md"], re.MULTILINE)
+    loaded = [re.sub(r"\[(.*)\]\(.*\)", r"\1", row.split("|")[1]) for row in table.splitlines()]
+    families = {name.strip() for names in loaded for name in names.split(",")}
+    assert families == {config.family for config in architectures()}
+    for text in table, pages["CHANGELOG.md"]:
+        assert not [config for config in architectures() if model_of(config) not in text]
 
 
 # A model is recurrent if its source has either of these: its state cannot go back to an earlier
@@ -196,7 +180,7 @@ def test_the_table_of_recurrent_models_in_transformers_is_complete():
     from transformers.models.auto import configuration_auto, modeling_auto
 
     folder = Path(inspect.getfile(modeling_auto)).parents[1]
-    family = {name: config.family for config in architectures() for name in config.model_types}
+    configs = {name: config for config in architectures() for name in config.model_types}
     _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     rows = []
     for name in sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_RECURRENT):
@@ -204,9 +188,11 @@ def test_the_table_of_recurrent_models_in_transformers_is_complete():
         sources = [file.read_text(encoding="utf-8") for file in module.glob("modeling_*.py")]
         if not any(mark in source for mark in RECURRENT for source in sources):
             continue
-        loaded = family.get(name)
-        since = [text.split()[0] for text in versions if loaded and names(text, loaded)]
-        rows.append(f"| `{name}` | {loaded or 'not yet'} | {since[-1] if since else ''} |\n")
+        if config := configs.get(name):
+            since = [text.split()[0] for text in versions if model_of(config) in text]
+            rows.append(f"| `{name}` | {config.family} | {since[-1]} |\n")
+        else:
+            rows.append(f"| `{name}` | not yet |  |\n")
     page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     [table] = re.findall(r"^\| `model_type` \|.*\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert table == "".join(rows)

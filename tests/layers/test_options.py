@@ -279,6 +279,7 @@ REFUSED = [
             ("GatedDeltaNet", {"epsilon": 0.0}),
             ("KimiDeltaAttention", {"min_log_decay": 0.0}),
             ("LightningAttention", {"layer_index": 4}),
+            ("MLSTM", {"num_heads": 5}),
             ("Experts", {"num_groups": 5}),
             ("Experts", {"num_groups": 64}),
             ("Experts", {"groups_per_token": 2}),

@@ -1,10 +1,10 @@
 """Compares layers with those of transformers.
 
 Gated DeltaNet is that of Qwen3-Next, Kimi Delta Attention is also that of Ling 3, Mamba is also
-that of FalconMamba and Jamba, attention is that of StarCoder2 and Qwen3, and latent attention is
-that of Kimi Linear and Ling 3. The projections of Qwen3-Next are in another order.
-`tests/models/test_peers_hybrids.py` compares Mamba-2 and the layers of the hybrids, inside their
-models.
+that of FalconMamba and Jamba, attention is that of StarCoder2 and Qwen3, latent attention is that
+of Kimi Linear and Ling 3, and the mLSTM is that of xLSTM. The projections of Qwen3-Next are in
+another order. `tests/models/test_peers_hybrids.py` compares Mamba-2 and the layers of the hybrids,
+inside their models.
 """
 
 from importlib import import_module
@@ -17,6 +17,7 @@ import torch
 from flax import nnx
 
 from jax_models import (
+    MLSTM,
     Attention,
     GatedDeltaNet,
     KimiDeltaAttention,
@@ -143,13 +144,14 @@ def test_gated_delta_net_is_that_of_qwen3_next():
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "options"),
+    ("name", "family", "fields", "options"),
     [
-        ("kimi_linear", "KimiLinear", {}),
-        ("bailing_hybrid", "BailingHybrid", {"low_rank": False, "min_log_decay": -5.0}),
+        ("kimi_linear", "KimiLinear", {}, {}),
+        ("bailing_hybrid", "BailingHybrid", {}, {"low_rank": False, "min_log_decay": -5.0}),
+        ("bailing_hybrid", "BailingHybrid", {"kda_safe_gate": False}, {"low_rank": False}),
     ],
 )
-def test_kimi_delta_attention_is_that_of_transformers(name, family, options):
+def test_kimi_delta_attention_is_that_of_transformers(name, family, fields, options):
     """75 steps are longer than a chunk. Ling 3 is called Bailing there."""
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
@@ -161,6 +163,7 @@ def test_kimi_delta_attention_is_that_of_transformers(name, family, options):
         num_hidden_layers=1,
         layer_types=["linear_attention"],
         rms_norm_eps=1e-3,
+        **fields,
     )
     with InFloat64():
         peer = getattr(module, f"{family}DeltaAttention")(config, layer_idx=0)
@@ -183,14 +186,30 @@ def test_mamba_is_that_of_transformers(mixer, config, options):
     assert_is_mixer(mixer(config, layer_idx=0, **alone), Mamba, "mamba", **sizes, **options)
 
 
-def assert_is_mixer(peer: torch.nn.Module, kind: Any, weights: str, **options: Any) -> Any:
+@pytest.mark.parametrize("mode", ["single", "fused"])
+def test_mlstm_is_that_of_transformers(mode):
+    """Of the 75 steps, transformers runs 64 by chunks, and the others one after the other."""
+    transformers = pytest.importorskip("transformers")
+    module = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
+    options = {"gate_soft_cap": 5.0, "eps": 0.1, "norm_eps": 1e-3, "chunk_size": 16}
+    config = transformers.xLSTMConfig(hidden_size=12, num_heads=3, weight_mode=mode, **options)
+    ours = {"num_heads": 3, "gate_soft_cap": 5.0, "normalizer_epsilon": 0.1, "epsilon": 1e-3}
+    layout = {"single": "xlstm", "fused": "xlstm-fused"}[mode]
+    peer = module.xLSTMLayer(config)
+    assert_is_mixer(peer, MLSTM, layout, **ours, call_twin=lambda peer, x: peer(x)[0])
+
+
+def assert_is_mixer(
+    peer: torch.nn.Module, kind: Any, weights: str, call_twin: Any = None, **options: Any
+) -> Any:
     """Asserts that a layer computes what a mixer of transformers does, and returns the layer."""
     peer = peer.double().eval()
     rng = randomise(peer)
     with jax.enable_x64(True):
         layer = kind(12, **options, param_dtype=np.float64, rngs=nnx.Rngs(0))
     x, call = rng.standard_normal((2, 75, 12)), lambda layer, x: layer(x)[0]
-    assert_parity(peer, layer, x, weights=weights, call=call, dtypes=["float64"])
+    calls: Any = {"call": call, "call_twin": call_twin}
+    assert_parity(peer, layer, x, weights=weights, **calls, dtypes=["float64"])
     return layer
 
 

@@ -22,7 +22,9 @@ from jax_models import (
     GraniteLanguageModelConfig,
     JambaLanguageModelConfig,
     KimiLinearLanguageModelConfig,
+    LaraMiniLanguageModelConfig,
     LFM2LanguageModelConfig,
+    LFM3LanguageModelConfig,
     LingLanguageModelConfig,
     MiniMaxLanguageModelConfig,
     NemotronHLanguageModelConfig,
@@ -31,6 +33,7 @@ from jax_models import (
     Qwen35LanguageModelConfig,
     RMSNorm,
     ShortConvolution,
+    Zamba2LanguageModelConfig,
     from_torch,
     load_pretrained,
     to_torch,
@@ -51,7 +54,7 @@ from train.run.config import TrainConfig
 from train.run.folder import build_trainer
 from twinscan.command_line import CommandLineError
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 16,
@@ -65,6 +68,8 @@ QWEN_NEXT = SIZES | {"model_type": "qwen3_next"}
 OLMO = SIZES | {"model_type": "olmo_hybrid"}
 LFM2 = SIZES | {"model_type": "lfm2"}
 LFM2_MOE = LFM2 | {"model_type": "lfm2_moe", "layer_types": ["conv", "conv", FULL] * 2}
+LFM3 = SIZES | {"model_type": "lfm3"}
+LARA = SIZES | {"model_type": "lara_mini"}
 GRIFFIN = SIZES | {"model_type": "recurrent_gemma"}
 MAMBA2 = SIZES | {"mamba_n_heads": 8, "num_key_value_heads": 2}
 BAMBA = MAMBA2 | {"model_type": "bamba"}
@@ -73,10 +78,31 @@ GRANITE |= {"shared_intermediate_size": 7, "num_experts_per_tok": 0}
 FALCON_H1 = MAMBA2 | {"model_type": "falcon_h1", "mamba_d_ssm": 24}
 NEMOTRON_H = SIZES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*ME"}
 JAMBA = SIZES | {"model_type": "jamba", "mamba_dt_rank": 3}
+ZAMBA2 = SIZES | {"model_type": "zamba2", "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
 MINIMAX = SIZES | {"model_type": "minimax"}
+MINIMAX_FILE = SIZES | {
+    "model_type": "minimax_text_01",
+    "attn_type_list": [0, 0, 1] * 2,
+    "layernorm_full_attention_alpha": 2,
+    "layernorm_full_attention_beta": 3,
+    "layernorm_linear_attention_alpha": 4,
+    "layernorm_linear_attention_beta": 5,
+    "layernorm_mlp_alpha": 6,
+    "layernorm_mlp_beta": 7,
+    "postnorm": True,
+    "rotary_dim": 2,
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+}
+"""The fields of the config.json that MiniMax published."""
 KIMI = SIZES | {"model_type": "kimi_linear"}
 KIMI_FILE = {"full_attn_layers": [3, 6], "kda_layers": [1, 2, 4, 5], "num_heads": 3}
 LING = SIZES | {"model_type": "bailing_hybrid"}
+XLSTM = {"model_type": "xlstm", "vocab_size": 11, "hidden_size": 48, "num_hidden_layers": 2}
+XLSTM |= {"num_heads": 4}
+XLSTM_FILE = {**XLSTM, "hidden_size": None, "num_hidden_layers": None, "embedding_dim": 48}
+XLSTM_FILE |= {"num_blocks": 3, "weight_mode": "single"}
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 
@@ -94,28 +120,37 @@ def read(fields: dict[str, Any]) -> Any:
         OLMO,
         LFM2 | {"num_key_value_heads": 2},
         LFM2_MOE | {"num_key_value_heads": 2},
+        LFM3 | {"num_key_value_heads": 2, "head_dim": 6, "use_sandwich_norm": False},
+        LARA | {"sliding_window": 5, "shared_expert_intermediate_size": 3, "attention_bias": True},
         BAMBA,
         GRANITE,
         GRANITE_EXPERTS,
         FALCON_H1 | {"ssm_multipliers": [1, 2, 3, 4, 0.5], "mamba_rms_norm": True},
         NEMOTRON_H | {"moe_latent_size": 3, "time_step_limit": [0.5, 1.0], "n_group": 2},
         JAMBA | {"attn_layer_offset": 1, "expert_layer_period": 3, "num_key_value_heads": 2},
+        ZAMBA2 | {"num_mem_blocks": 2, "adapter_rank": 3, "time_step_min": 0.1},
         MINIMAX | {"rotary_dim": 2, "head_dim": 6, "mlp_beta_factor": 0, "num_key_value_heads": 2},
         MINIMAX | {"rotary_dim": 30, "head_dim": 44},
         KIMI | {"linear_attn_config": KIMI_FILE, "q_lora_rank": 3, "num_shared_experts": 2},
         LING | {"head_dim": 5, "kda_safe_gate": False, "rope_theta": 3.0},
+        XLSTM | {"hidden_size": 47, "qk_dim_factor": 0.52, "v_dim_factor": 1.03},
     ],
 )
 def test_a_config_that_is_written_is_read_again(fields):
     config = read(fields)
     assert read(json.loads(json.dumps(config.to_hf()))) == config
     names = {field.name for field in fields_of(config)}
-    for change in ({"tied_head": not config.tied_head}, {"head_features": 6, "rope_theta": 7.0}):
+    for change in (
+        {"tied_head": not getattr(config, "tied_head", True)},
+        {"head_features": 6, "rope_theta": 7.0},
+    ):
         changed = replace(config, **{name: change[name] for name in names & change.keys()})
         assert read(json.loads(json.dumps(config.to_hf() | changed.to_hf()))) == changed
 
 
-@pytest.mark.parametrize("fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, BAMBA, GRANITE])
+@pytest.mark.parametrize(
+    "fields", [QWEN, QWEN_MOE, QWEN_NEXT, OLMO, LFM2, LFM3, LARA, BAMBA, GRANITE]
+)
 def test_the_size_of_a_head_that_no_field_states_is_written(fields):
     config = replace(read({"num_key_value_heads": 2, **fields}), head_features=None)
     assert read(config.to_hf()).head_size == config.head_size == 4
@@ -155,6 +190,13 @@ ROPE = "rope_parameters"
         (LFM2 | {"tie_embedding": False}, "tied_head", False),
         (LFM2 | {"tie_word_embeddings": False, "tie_embedding": True}, "tied_head", True),
         (LFM2 | {"norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3, "mixings", ["conv", "conv", FULL, "conv", SLIDING, "conv"]),
+        (LFM3, "rotary_fraction", 0.5),
+        (LARA, "mixings", [LINEAR, SLIDING, LINEAR, FULL, SLIDING, LINEAR]),
+        (LARA | {"norm_topk_prob": False}, "normalize_experts", False),
+        (LFM3 | {"rms_norm_eps": 0.1}, "epsilon", 0.1),
+        (LFM3 | {ROPE: {FULL: {"rope_theta": 7.0}}}, "rotary_fraction", 1.0),
+        (LFM3 | {ROPE: {SLIDING: {"rope_type": "proportional"}}}, "sliding_rope_theta", 1e6),
         (BAMBA | {"attn_layer_indices": [1, 3, 5]}, "block_types", (LINEAR, FULL)),
         (BAMBA | {"attn_layer_indices": None}, "block_types", (LINEAR,)),
         (BAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
@@ -206,12 +248,26 @@ ROPE = "rope_parameters"
         (JAMBA | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (JAMBA | {"num_experts": 1}, "num_experts", 1),
         (JAMBA | {"expert_layer_offset": 0}, "experts_offset", 0),
+        (ZAMBA2, "block_types", (LINEAR, LINEAR, "hybrid")),
+        (ZAMBA2, "rope_theta", None),
+        (ZAMBA2 | {"use_mem_rope": True}, "rope_theta", 10_000.0),
+        (ZAMBA2 | {"use_mem_rope": True, "rope_theta": 7}, "rope_theta", 7.0),
+        (ZAMBA2 | {"intermediate_size": None}, "mlp_features", 64),
+        (ZAMBA2 | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (ZAMBA2 | {"time_step_min": 0.5}, "dt_limits", (0.5, float("inf"))),
         (MINIMAX, "mixings", [FULL, LINEAR] * 3),
         (MINIMAX | {"num_key_value_heads": None}, "num_kv_heads", 4),
         (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
         (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
         (MINIMAX | {"rotary_dim": 30, "head_dim": 44}, "rotary_features", 30),
         (MINIMAX | {"num_experts": 5}, "num_experts", 5),
+        (MINIMAX_FILE, "block_types", (LINEAR, LINEAR, FULL)),
+        (MINIMAX_FILE, "full_alpha", 2.0),
+        (MINIMAX_FILE, "full_beta", 3.0),
+        (MINIMAX_FILE, "lightning_alpha", 4.0),
+        (MINIMAX_FILE, "lightning_beta", 5.0),
+        (MINIMAX_FILE, "mlp_alpha", 6.0),
+        (MINIMAX_FILE, "mlp_beta", 7.0),
         (MINIMAX | {"mlp_alpha_factor": -1.5}, "mlp_alpha", -1.5),
         (MINIMAX | {ROPE: {"partial_rotary_factor": 0.5}}, "rotary_fraction", 0.5),
         (KIMI, "mixings", [LINEAR] * 4 + [FULL, LINEAR]),
@@ -231,6 +287,12 @@ ROPE = "rope_parameters"
         (LING | {"kda_safe_gate": False}, "min_log_decay", None),
         (LING | {"rope_theta": 7.0}, "rope_theta", 7.0),
         (LING, "num_dense_layers", 2),
+        (XLSTM, "key_features", 6),
+        (XLSTM, "value_features", 12),
+        (XLSTM, "mlp_features", 128),
+        (XLSTM | {"ffn_round_up_to_multiple_of": 3}, "mlp_features", 129),
+        (XLSTM_FILE, "features", 48),
+        (XLSTM_FILE, "num_layers", 3),
         (GRANITE_EXPERTS, "num_experts", 6),
         (GRANITE_EXPERTS, "experts_per_token", 3),
         (GRANITE_EXPERTS, "expert_features", 20),
@@ -276,6 +338,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (QWEN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
         (LFM2 | {"rope_scaling": {"type": "linear"}}, "rope_type: expected default, got linear"),
         (OLMO | {ROPE: {FULL: {"rope_theta": 3.0}}}, "rope_parameters: expected one set"),
+        (LFM3 | {ROPE: {"rope_theta": 3.0}}, "rope_parameters: expected those of full_attention "),
+        (LFM3 | {ROPE: {FULL: {"rope_type": "yarn"}}}, "full_attention.rope_type: .* got yarn"),
+        (LFM3 | {"sliding_window": None, "num_key_value_heads": 2}, "window: expected .*got None"),
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (
@@ -315,7 +380,16 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected relu2, got silu"),
         (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset: expected .* 8, got 8"),
         (JAMBA | {"expert_layer_offset": 2}, "experts_offset: expected .* = 2, got 2"),
+        (ZAMBA2 | {"use_long_context": True}, "use_long_context: expected False, got True"),
+        (ZAMBA2 | {"layers_block_type": None}, "layer_types: expected num_hidden_layers=6 .* 54"),
+        (
+            ZAMBA2 | {"use_shared_attention_adapter": True, "num_key_value_heads": 2},
+            "num_kv_heads: expected num_heads = 4 with attention_adapters, .* got 2",
+        ),
         (MINIMAX | {"sliding_window": 5}, "sliding_window: expected None, got 5"),
+        (MINIMAX_FILE | {"attn_type_list": [0, 2] * 3}, "layer_types: expected some of .*2"),
+        (MINIMAX_FILE | {"postnorm": False}, "postnorm: expected True, got False"),
+        (MINIMAX_FILE | {"shared_intermediate_size": 3}, "shared_intermediate_size: .* 0, got 3"),
         (MINIMAX | {"num_local_experts": 0}, "num_experts: expected .*, got 0"),
         (MINIMAX | {"rotary_dim": 3}, "rotary_dim: expected an even number .*, got 3"),
         (MINIMAX | {"rotary_dim": 6}, "rotary_dim: expected .* 4 features, got 6"),
@@ -330,6 +404,9 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
             "linear_attn_config: expected each of 1 … 6 once in .*, got 2 more than once",
         ),
         (KIMI | {"mla_use_nope": False}, "mla_use_nope: expected True, got False"),
+        (XLSTM | {"use_bias": True}, "use_bias: expected False, got True"),
+        (XLSTM | {"add_out_norm": False}, "add_out_norm: expected True, got False"),
+        (XLSTM | {"v_dim_factor": 1.05}, "v_dim_factor: expected .* num_heads = 4 .*, got 50"),
         (BAMBA | {"hidden_act": "relu"}, "hidden_act: expected silu or swish, got relu"),
         (
             GRANITE | {"position_embedding_type": "alibi"},
@@ -351,10 +428,10 @@ def test_the_config_json_of_another_model_is_refused():
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
     """Writes a folder with random weights, and with zeros under other keys."""
     rng = np.random.default_rng(0)
-    weights = to_torch(config.build(rngs=nnx.Rngs(0)), layout)
-    weights = {k: rng.standard_normal(w.shape).astype(w.dtype) for k, w in weights.items()}
-    if config.tied_head and "lm_head.weight" in weights:
-        weights["lm_head.weight"] = weights[config.layouts[layout].embedding]
+    model = config.build(rngs=nnx.Rngs(0))
+    drawn = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), nnx.state(model))
+    nnx.update(model, drawn)
+    weights = to_torch(model, layout)
     save_file(
         weights | {key: np.zeros(3, np.float32) for key in others}, folder / "model.safetensors"
     )
@@ -366,6 +443,16 @@ small = {"vocab_size": 11, "features": 8, "num_layers": 2, "mlp_features": 7, "n
 mamba2 = {"block_types": (LINEAR, FULL), "mamba_heads": 4, "mamba_head_features": 4}
 granite = GraniteLanguageModelConfig(
     **small, **mamba2, embedding_multiplier=12.0, attention_multiplier=0.1, rope_theta=7.0
+)
+zamba2 = Zamba2LanguageModelConfig(
+    **small | {"num_layers": 3},
+    block_types=("hybrid", LINEAR),
+    num_kv_heads=2,
+    mamba_heads=4,
+    mamba_head_features=4,
+    adapter_rank=3,
+    attention_adapters=True,
+    rope_theta=7.0,
 )
 qwen = Qwen35LanguageModelConfig(
     **small, block_types=(LINEAR, FULL), head_features=4, key_features=3, value_features=5
@@ -421,6 +508,24 @@ MODELS = {
         num_dense_layers=1,
         use_expert_bias=True,
     ),
+    "lfm3": LFM3LanguageModelConfig(
+        **small, block_types=(SLIDING, FULL), head_features=4, window=5, sliding_rope_theta=7.0
+    ),
+    "lara_mini": LaraMiniLanguageModelConfig(
+        vocab_size=11,
+        features=8,
+        num_layers=2,
+        num_heads=2,
+        block_types=(LINEAR, SLIDING),
+        window=5,
+        head_features=4,
+        num_key_heads=2,
+        key_features=3,
+        value_features=5,
+        num_experts=4,
+        expert_features=5,
+        shared_features=3,
+    ),
     "bamba": BambaLanguageModelConfig(**small, **mamba2, mlp_bias=True),
     "falcon_h1": FalconH1LanguageModelConfig(
         **small,
@@ -438,6 +543,7 @@ MODELS = {
         shared_features=6,
         latent_features=3,
     ),
+    "zamba2": zamba2,
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
     "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
@@ -452,6 +558,7 @@ MODELS = {
     ("name", "change", "message"),
     [
         ("bamba", {"mamba_heads": 3}, "mamba_heads: expected .* multiple of features = 8, .* 12$"),
+        ("zamba2", {"dt_limits": (0.1, 0.5)}, "dt_limits: expected no upper limit, .* got 0.5$"),
         ("jamba", {"inner_features": 12}, "inner_features: expected a multiple of .* = 8, .* 12$"),
         (
             "jamba",
@@ -512,6 +619,19 @@ def test_the_text_part_of_a_multimodal_folder_is_read_and_fine_tuned(model_type,
     write(["vision.x"])
     with pytest.raises(ValueError, match=r"(?s)does not fit .*unexpected key vision\.x"):
         load_pretrained(tmp_path)
+
+
+def test_shared_weights_are_written_once_unless_the_head_is_not_tied():
+    """Transformers 5.24 shares the transformers of Zamba2 only if the head is tied."""
+    for tied in (True, False):
+        model = replace(MODELS["zamba2"], tied_head=tied).build(rngs=nnx.Rngs(0))
+        params = sum(a.size for a in jax.tree.leaves(nnx.state(model)))
+        written = {layout: to_torch(model, layout) for layout in model.config.layouts}
+        sizes = {layout: sum(a.size for a in arrays.values()) for layout, arrays in written.items()}
+        assert (sizes["hf-file"] == params) is tied
+        assert (sizes["hf-file"] == sizes["hf"]) is not tied
+        for arrays in written.values():
+            assert to_torch(from_torch(model, arrays), "hf").keys() == written["hf"].keys()
 
 
 def test_nemotron_h_leaves_out_the_weights_that_predict_several_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""Compares the hybrids, Mamba-2 and RecurrentGemma with transformers."""
+"""Compares the hybrids, Mamba-2, xLSTM and RecurrentGemma with transformers."""
 
 import copy
 from functools import partial
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 transformers = pytest.importorskip("transformers")
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -102,11 +102,11 @@ FALCON_MULTIPLIERS = {
 MAMBA2_SIZES = {**SIZES, "num_heads": 8, "head_dim": 4, "state_size": 5, "chunk_size": 16}
 QWEN, QWEN_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN_NEXT, OLMO = "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"
-LFM2, LFM2_MOE = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
+LFM2, LFM2_MOE, LFM3 = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM"
 GRANITE, BAMBA = "GraniteMoeHybridForCausalLM", "BambaForCausalLM"
 FALCON_H1, NEMOTRON_H = "FalconH1ForCausalLM", "NemotronHForCausalLM"
 JAMBA, KIMI, MINIMAX = "JambaForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"
-LING = "BailingHybridForCausalLM"
+LARA, LING, ZAMBA2 = "LaraMiniForCausalLM", "BailingHybridForCausalLM", "Zamba2ForCausalLM"
 NEMOTRON_SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -173,7 +173,31 @@ OTHER_LATENT = {
     "norm_topk_prob": False,
 }
 KIMI_SIZES = {**SIZES, **LATENT, "linear_num_heads": 3, "linear_head_dim": 6}
+XLSTM_SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 64,  # transformers takes multiples of 64 for the sizes of q, k and v in caches
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "qk_dim_factor": 1.0,
+    "ffn_proj_factor": 0.3,
+    "ffn_round_up_to_multiple_of": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ZAMBA2_SIZES = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "layers_block_type": [LINEAR, "hybrid", "hybrid", "hybrid"],
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 5,
+    "chunk_size": 16,
+    "num_mem_blocks": 2,
+    "adapter_rank": 3,
+}
 MAMBA2, GEMMA = "Mamba2ForCausalLM", "RecurrentGemmaForCausalLM"
+XLSTM = "xLSTMForCausalLM"
 MODELS: dict[str, tuple[str, Any]] = {
     "Qwen3.5": (QWEN, {**SIZES, **HEADS, "head_dim": 12, "full_attention_interval": 2}),
     "Qwen3.5, other options": (
@@ -273,6 +297,68 @@ MODELS: dict[str, tuple[str, Any]] = {
             "norm_topk_prob": False,
             "conv_bias": True,
             "tie_word_embeddings": False,
+        },
+    ),
+    "LFM3": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "layer_types": ["conv", SLIDING, FULL],
+            "sliding_window": 5,
+            "conv_L_cache": 4,
+        },
+    ),
+    "LFM3, other options": (
+        LFM3,
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "layer_types": [FULL, SLIDING, "conv"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 50.0},
+                SLIDING: {"rope_type": "proportional", "partial_rotary_factor": 0.7},
+            },
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "tie_word_embeddings": False,
+            "norm_eps": 1e-3,
+        },
+    ),
+    "Lara Mini": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [LINEAR, SLIDING, FULL],
+            "sliding_window": 5,
+        },
+    ),
+    "Lara Mini, other options": (
+        LARA,
+        {
+            **SIZES,
+            **HEADS,
+            **EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 9,
+            "layer_types": [SLIDING, LINEAR],
+            "sliding_window": 7,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
         },
     ),
     "Granite 4": (GRANITE, {**GRANITE_SIZES, **HYBRID_MAMBA2, "position_embedding_type": "nope"}),
@@ -407,6 +493,26 @@ MODELS: dict[str, tuple[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
         },
     ),
+    "Zamba2": (
+        ZAMBA2,
+        {**ZAMBA2_SIZES, "use_shared_attention_adapter": True, "use_mem_rope": True},
+    ),
+    "Zamba2, other options": (
+        ZAMBA2,
+        {
+            **ZAMBA2_SIZES,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["hybrid", "mamba", "hybrid"],
+            "num_key_value_heads": 2,
+            "mamba_ngroups": 2,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "time_step_min": 0.5,
+            "add_bias_linear": True,
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": False,
+        },
+    ),
     "Mamba-2": (MAMBA2, {**MAMBA2_SIZES, "n_groups": 1}),
     "Mamba-2, other options": (
         MAMBA2,
@@ -419,6 +525,22 @@ MODELS: dict[str, tuple[str, Any]] = {
             "use_conv_bias": False,
             "layer_norm_epsilon": 1e-3,
             "tie_word_embeddings": True,
+        },
+    ),
+    "xLSTM": (XLSTM, XLSTM_SIZES),
+    "xLSTM, other options": (
+        XLSTM,
+        {
+            **XLSTM_SIZES,
+            "hidden_size": 24,
+            "num_heads": 3,
+            "qk_dim_factor": 0.5,
+            "v_dim_factor": 2.0,
+            "gate_soft_cap": 3.0,
+            "output_logit_soft_cap": 2.0,
+            "eps": 0.1,
+            "norm_eps": 1e-3,
+            "chunk_size": 16,
         },
     ),
     "RecurrentGemma": (
@@ -450,12 +572,14 @@ MODELS: dict[str, tuple[str, Any]] = {
 }
 DEFAULTS = [name for name in MODELS if "other" not in name]
 STATE_SPACES = [
-    name for name, (kind, _) in MODELS.items() if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H)
+    name
+    for name, (kind, _) in MODELS.items()
+    if kind in (GRANITE, BAMBA, FALCON_H1, NEMOTRON_H, ZAMBA2)
 ]
 WITH_EXPERTS = [
     name
     for name, (kind, _) in MODELS.items()
-    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LING, MINIMAX)
+    if kind in (LFM2_MOE, QWEN_MOE, QWEN_NEXT, JAMBA, KIMI, LARA, LING, MINIMAX)
 ]
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, 70))  # longer than a chunk of 64 steps
 PADS = np.array([7, 0])
@@ -534,6 +658,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf, folder, logits, expe
         ("Qwen3-Next", None),
         ("Granite 4 with experts", [70, 51]),
         ("Jamba", None),
+        ("Lara Mini", None),
         ("MiniMax", [70, 51]),
     ],
 )
@@ -557,13 +682,16 @@ def test_the_loss_that_balances_experts_is_that_of_transformers(name, lengths):
     assert_same_logits_and_gradients(hf, load, TOKENS, "hf", call_transformers, call)
 
 
-@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS], indirect=True)
+@pytest.mark.parametrize("hf", [*STATE_SPACES, *WITH_EXPERTS, "LFM3", "xLSTM"], indirect=True)
 def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
-    """Biases of a Mamba-2 or a short convolution leak left pads in transformers 5.24."""
+    """In transformers 5.24, biases of a Mamba-2 or a short convolution leak left pads.
+
+    xLSTM reads the pads like other tokens.
+    """
     config = config_of({}, hf.config.to_dict())
     with jax.enable_x64(True):
         model = from_weights(dict(hf.state_dict()), config, param_dtype="float64")
-        model = nnx.view(model, max_length=TOKENS.shape[1])
+        model = nnx.view(model, max_length=TOKENS.shape[1], raise_if_not_found=False)
         call_step = jax.jit(model.step)
         _, state = jax.jit(model.__call__)(TOKENS[:, :-2])
         step, state = call_step(TOKENS[:, -2], state)
@@ -571,15 +699,15 @@ def test_steps_and_left_pads_are_those_of_transformers(hf, expected):
     assert_close(np.stack([step, last], axis=1), expected[:, -2:])
     mask = torch.as_tensor(IS_TEXT, dtype=torch.long)
     theirs, expected = logits_of(hf, padded(TOKENS), attention_mask=mask), padded(expected)
-    is_short = isinstance(hf, transformers.Lfm2MoeForCausalLM)
-    if config.conv_bias if is_short else getattr(config, "mamba_bias", False):
+    leaks = "conv_bias" if isinstance(hf, transformers.Lfm2MoeForCausalLM) else "mamba_bias"
+    if isinstance(hf, transformers.xLSTMForCausalLM) or getattr(config, leaks, False):
         departure = np.abs(theirs - expected)[0, PADS[0] :].max()
         assert departure > 0.05 * np.abs(expected).max()
     else:
         assert_close(theirs[IS_TEXT], expected[IS_TEXT])
 
 
-OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax"]
+OTHER_CACHES = ["Jamba", "Mamba-2", "Mamba-2, other options", "MiniMax", "xLSTM"]
 
 
 @pytest.mark.parametrize("hf", [*STATE_SPACES, *OTHER_CACHES], indirect=True)
@@ -599,7 +727,8 @@ def test_cached_steps_of_transformers_depart_from_its_sequences(hf, expected):
             return hf(second, cache=cache, **options).logits[:, -1].numpy()
 
     step = last_piece(position_ids=torch.tensor([[TOKENS.shape[1] - 1]]))
-    if np.isfinite(getattr(hf.config, "time_step_limit", [np.inf])[-1]):
+    limits = getattr(hf.config, "time_step_limit", [np.inf])
+    if np.isfinite(limits[-1]) or getattr(hf.config, "time_step_min", 0) > 0.1:
         assert np.abs(step - expected).max() > 0.05 * scale
     else:
         assert_close(step, expected)
@@ -656,6 +785,8 @@ def test_the_rotated_part_of_minimax_is_not_that_of_transformers(tmp_path, monke
 def test_defaults_are_those_of_transformers(ours):
     """A config.json of the sizes alone is read as the whole one that transformers writes."""
     for model_type in ours.model_types:
+        if model_type not in transformers.CONFIG_MAPPING:
+            continue  # published beside code of its own
         whole = transformers.AutoConfig.for_model(model_type).to_dict()
         if "text_config" in whole:
             continue  # its text part has a `model_type` of its own
@@ -678,7 +809,7 @@ def test_parameters_start_as_in_transformers(name, rescales):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200, "num_heads": 32}
     sizes |= {"linear_num_key_heads": 32, "linear_num_value_heads": 64, "initializer_range": 0.02}
     sizes |= {"rescale_prenorm_residual": rescales, "mamba_num_heads": 32}
-    sizes |= {"linear_num_heads": 32}
+    sizes |= {"linear_num_heads": 32, "n_mamba_heads": 32}
     torch.manual_seed(0)
     original = getattr(transformers, kind)
     original = original(original.config_class(**fields | sizes, **EAGER))

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import train.command.train as train_command
 from jax_models import (
+    MLSTM,
     GatedDeltaNet,
     GatedMLP,
     GriffinRecurrence,
@@ -31,6 +32,7 @@ from jax_models import (
     HawkLanguageModelConfig,
     HippogriffHawk,
     KimiDeltaAttention,
+    LatentAttention,
     LightningAttention,
     LocalAttention,
     to_torch,
@@ -333,6 +335,16 @@ delta = partial(
 )
 kimi = partial(KimiDeltaAttention, 32, num_heads=4, head_features=8)
 lightning = partial(LightningAttention, 32, num_heads=4)
+mlstm = partial(MLSTM, 32, num_heads=4)
+latent = partial(
+    LatentAttention,
+    32,
+    num_heads=4,
+    latent_features=6,
+    key_features=5,
+    shared_features=3,
+    value_features=4,
+)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +372,13 @@ lightning = partial(LightningAttention, 32, num_heads=4)
         (kimi, "dt_bias", 0),
         (lightning, "g_proj.kernel", 1),
         (lightning, "out_proj.kernel", 0),
+        (mlstm, "i_proj.bias", 0),
+        (mlstm, "norm.scale", 0),
+        (mlstm, "out_proj.kernel", 0),
+        (latent, "q_proj.kernel", 1),
+        (latent, "latent_proj.kernel", None),
+        (latent, "kv_proj.kernel", 1),
+        (latent, "out_proj.kernel", 0),
     ],
 )
 def test_a_layer_is_divided_by_features_blocks_of_gates_or_heads(layer, path, axis):

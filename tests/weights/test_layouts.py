@@ -167,6 +167,10 @@ def test_what_is_no_checkpoint_of_the_model_is_refused(name, edit):
         type(config).from_state_dict(edited)
 
 
+ZAMBA2, SHARED = (
+    MODELS["Zamba2LanguageModel"],
+    "model.layers.3.shared_transformer.input_layernorm.weight",
+)
 FREQUENCY = "backbone.layers.0.mixer.filter_fn.implicit_filter.3.freq"
 POSITIONS = "backbone.layers.1.mixer.filter_fn.pos_emb.z"
 
@@ -177,6 +181,7 @@ POSITIONS = "backbone.layers.1.mixer.filter_fn.pos_emb.z"
         ("pos_emb.z:", HYENA_DNA, {POSITIONS.replace("1", "0"): np.ones((13, 5))}),
         ("pos_emb.z:", HYENA_DNA, {POSITIONS: np.ones((1, 12, 5))}),
         ("two different arrays", HYENA_DNA, {FREQUENCY: np.ones((1, 7), np.float32)}),
+        ("two different arrays", ZAMBA2, {SHARED: np.full(16, 2, np.float32)}),
         ("two different arrays", GRIFFIN, {"lm_head.weight": np.ones((11, 8), np.float32)}),
     ],
 )
@@ -200,10 +205,12 @@ FOLDER = ", or load the folder with the config.json"
         (MODELS["GraniteLanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["GraniteLanguageModel, experts"], "experts_per_token", FOLDER),
         (MODELS["LFM2LanguageModel, experts"], "experts_per_token", FOLDER),
+        (MODELS["LFM3LanguageModel"], "block_types", FOLDER),
         (MODELS["FalconH1LanguageModel"], "embedding_multiplier", FOLDER),
         (MODELS["NemotronHLanguageModel"], "num_heads", FOLDER),
         (MODELS["JambaLanguageModel"], "experts_per_token", FOLDER),
         (MODELS["MiniMaxLanguageModel"], "num_heads", FOLDER),
+        (ZAMBA2, "num_groups", FOLDER),
     ],
 )
 def test_a_field_that_no_shape_determines_must_be_given(config, name, way_out):

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -129,15 +130,24 @@ def test_every_family_is_read(name, tmp_path):
     assert_same_weights(to_torch(read), to_torch(model))
 
 
+def file_beside_an_index(weights, folder):
+    save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
-    "form", [lambda weights, f: save_file(weights, f / "model.safetensors"), folder_of_parts]
+    ("form", "others"),
+    [
+        (file_beside_an_index, ["pytorch_model.bin"]),
+        (folder_of_parts, ["pytorch_model.bin"]),
+        (lambda weights, folder: save_file(weights, folder / "rwkv.safetensors"), []),
+    ],
 )
-def test_other_files_of_a_folder_of_transformers_are_ignored(form, tmp_path):
+def test_other_files_of_a_folder_are_ignored(form, others, tmp_path):
     """They are a second format of the weights, and the state of a training."""
     form(weights_of(RWKV7), tmp_path)
-    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state.pth"):
+    for name in (*others, "optimizer.pt", "training_args.bin", "rng_state.pth"):
         torch.save({"a": torch.zeros(1)}, tmp_path / name)
-    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
     assert_same_weights(to_torch(load_pretrained(tmp_path)), weights_of(RWKV7))
 
 
@@ -256,6 +266,7 @@ def index_of(places):
     def indexed(folder):
         path = folder / "model.safetensors.index.json"
         path.write_text(json.dumps({"weight_map": places}))
+        (folder / "model.safetensors").rename(folder / "whole.safetensors")
 
     return indexed
 
@@ -276,17 +287,17 @@ BAD = [
     ("not a whole safetensors file", with_a_larger_shape),
     ("part.safetensors", index_of({"head.weight": "part.safetensors"})),
     (
-        "model.safetensors: no tail.weight, which the index says",
-        index_of({"tail.weight": "model.safetensors"}),
+        "whole.safetensors: no tail.weight, which the index says",
+        index_of({"tail.weight": "whole.safetensors"}),
     ),
     (
-        "expected files of its folder, got ../model.safetensors",
-        index_of({"head.weight": "../model.safetensors"}),
+        "expected files of its folder, got ../whole.safetensors",
+        index_of({"head.weight": "../whole.safetensors"}),
     ),
     (
-        "expected one file of weights .*, got a.pth, b.safetensors",
+        "expected one file of weights .*, got a.safetensors, b.safetensors",
         lambda f: (
-            torch.save({"a": torch.zeros(1)}, f / "a.pth"),
+            shutil.copy(f / "model.safetensors", f / "a.safetensors"),
             (f / "model.safetensors").rename(f / "b.safetensors"),
         ),
     ),

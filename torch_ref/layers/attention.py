@@ -2,6 +2,8 @@
 
 __all__ = ["Attention"]
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,12 +12,16 @@ from torch_ref.layers.norm import ZeroCenteredRMSNorm
 from torch_ref.layers.state import State
 
 
-def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tensor:
-    """Rotates (x_i, x_{i + ⌈n/2⌉}) by p · θ^{−2i/n}, n = `rotated`.
+def rotary(
+    x: Tensor, positions: Tensor, *, rotated: int, theta: float, pairs: int | None = None
+) -> Tensor:
+    """Rotates (x_i, x_{i + ⌈n/2⌉}) by p · θ^{−2i/n}, n = `rotated`, for i < `pairs`.
 
-    x is (batch, time, heads, d).
+    x is (batch, time, heads, d). If `pairs` is None, all pairs are rotated.
     """
     frequencies = theta ** (-torch.arange(0, rotated, 2).to(x) / rotated)
+    if pairs is not None:
+        frequencies[pairs:] = 0
     angles = (positions[..., None].to(x) * frequencies)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
     half = len(frequencies)
@@ -31,6 +37,7 @@ def local_attention(
     *,
     rotated: int,
     theta: float,
+    pairs: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, State]:
     """Attends from rotated q to the rotated keys of the state and of the steps up to each step.
@@ -44,8 +51,8 @@ def local_attention(
     # Rotate queries and keys by their positions.
     position, keys, values = state
     positions = position[:, None] + torch.arange(q.shape[1], device=q.device)
-    q = rotary(q, positions, rotated=rotated, theta=theta)
-    k = rotary(k, positions, rotated=rotated, theta=theta)
+    q = rotary(q, positions, rotated=rotated, theta=theta, pairs=pairs)
+    k = rotary(k, positions, rotated=rotated, theta=theta, pairs=pairs)
 
     # Compute the step that each slot holds, to mask keys outside the window.
     slots = torch.arange(keys.shape[1], device=q.device)
@@ -84,9 +91,10 @@ class Attention(nn.Module):
 
     The scale is 1 / √d by default.
 
-    x is (batch, time, features). The state is that of `local_attention`: (position, keys, values).
-    With a window, it holds the last window − 1 steps. Otherwise, it has max_length slots; if
-    max_length is None, it has a slot for each step so far.
+    x is (batch, time, features), and y is (batch, time, out_features), by default as wide as x. The
+    state is that of `local_attention`: (position, keys, values). With a window, it holds the last
+    window − 1 steps. Otherwise, it has max_length slots; if max_length is None, it has a slot for
+    each step so far. `added` is what is added to the queries, keys and values of all heads.
     """
 
     def __init__(
@@ -98,12 +106,15 @@ class Attention(nn.Module):
         head_features: int | None = None,
         window: int | None = None,
         max_length: int | None = None,
+        out_features: int | None = None,
         rotary_features: int | None = None,
+        rotary_pairs: int | None = None,
         rope_theta: float = 10_000.0,
         qk_norm: str | None = None,
         zero_centered_norm: bool = False,
         epsilon: float = 1e-6,
         output_gate: bool = False,
+        head_gate: bool = False,
         use_bias: bool = False,
         out_bias: bool = False,
         scale: float | None = None,
@@ -113,13 +124,15 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.window, self.max_length = window, max_length
         self.rotated = size if rotary_features is None else rotary_features
+        self.rotary_pairs = rotary_pairs
         self.rope_theta, self.output_gate, self.qk_norm = rope_theta, output_gate, qk_norm
         self.scale = scale
         query_size, key_size = num_heads * size, self.num_kv_heads * size
         self.q_proj = nn.Linear(features, (1 + output_gate) * query_size, bias=use_bias)
         self.k_proj = nn.Linear(features, key_size, bias=use_bias)
         self.v_proj = nn.Linear(features, key_size, bias=use_bias)
-        self.o_proj = nn.Linear(query_size, features, bias=out_bias)
+        self.o_proj = nn.Linear(query_size, out_features or features, bias=out_bias)
+        self.g_proj = nn.Linear(features, num_heads, bias=False) if head_gate else None
         if qk_norm is not None:
             sizes = (query_size, key_size) if qk_norm == "all" else (size, size)
             self.q_norm, self.k_norm = (
@@ -129,14 +142,19 @@ class Attention(nn.Module):
                 for n in sizes
             )
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, added: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, State]:
         # Project to heads. With an output gate, each head of q_proj holds its query, and then its
         # gate.
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if added is not None:
+            q, k, v = (y + term for y, term in zip((q, k, v), added, strict=True))
+        q = q.unflatten(-1, (self.num_heads, -1))
         gate = None
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
-        k, v = (p(x).unflatten(-1, (self.num_kv_heads, -1)) for p in (self.k_proj, self.v_proj))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         # Norm queries and keys, by head or over all heads.
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -150,10 +168,12 @@ class Attention(nn.Module):
             keys, values = (F.pad(a, (0, 0, 0, 0, 0, x.shape[1])) for a in (keys, values))
         state = position, keys, values
         # Attend, then gate and project the heads back.
-        rotary = {"rotated": self.rotated, "theta": self.rope_theta}
+        rotary = {"rotated": self.rotated, "theta": self.rope_theta, "pairs": self.rotary_pairs}
         y, state = local_attention(q, k, v, state, **rotary, scale=self.scale)
         if gate is not None:
             y = y * gate.sigmoid()
+        if self.g_proj is not None:
+            y = y * self.g_proj(x).sigmoid()[..., None]
         return self.o_proj(y.flatten(-2)), state
 
     def init_state(self, batch_size: int) -> State:

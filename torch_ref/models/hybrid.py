@@ -44,12 +44,13 @@ class HybridLanguageModel(nn.Module):
     """
 
     context_length = None
+    backbone = Backbone
 
     def __init__(
         self, config: Any, blocks: list[nn.Module], norm: nn.Module, norm_name: str = "norm"
     ):
         super().__init__()
-        self.model = Backbone(config, blocks, norm, norm_name)
+        self.model = self.backbone(config, blocks, norm, norm_name)
         self.lm_head = nn.Linear(config.features, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -93,6 +94,5 @@ def mamba2_of(config: Any, layer: type[Mamba2] = Mamba2, **options: Any) -> Mamb
         use_bias=config.mamba_bias,
         conv_bias=config.conv_bias,
         dt_limits=config.dt_limits,
-        epsilon=config.epsilon,
-        **options,
+        **{"epsilon": config.epsilon, **options},
     )

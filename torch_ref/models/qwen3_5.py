@@ -18,23 +18,27 @@ class Qwen35Experts(nn.Module):
     """`Σ w_e expert_e(x) + σ(x w_shared) shared_expert(x)` over the experts with the largest w.
 
     w is the softmax of all experts' logits, and is divided by its sum over the chosen ones if
-    `normalize`.
+    `normalize`. Without a `shared_gate`, the shared expert is added as it is.
     """
 
-    def __init__(self, config: Any, shared_features: int, normalize: bool):
+    def __init__(
+        self, config: Any, shared_features: int, normalize: bool, shared_gate: bool = True
+    ):
         super().__init__()
         features = config.features
         self.experts_per_token, self.normalize = config.experts_per_token, normalize
         self.gate = nn.Linear(features, config.num_experts, bias=False)
         self.experts = StackedExperts(features, config.expert_features, config.num_experts)
         self.shared_expert = GatedMLP(features, shared_features, activation="silu")
-        self.shared_expert_gate = nn.Linear(features, 1, bias=False)
+        self.shared_expert_gate = nn.Linear(features, 1, bias=False) if shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(dim=-1).topk(self.experts_per_token)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        shared = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
         return self.experts(x, weights, chosen) + shared
 
 
