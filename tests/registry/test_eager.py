@@ -20,16 +20,17 @@ def calls(name: str):
     x, state = jax.tree.map(jnp.asarray, (case.inputs(), case.state()))
     lengths = jnp.arange(BATCH) * TIME // BATCH
     yield "layer", lambda: layer(x, state, lengths=lengths)
+    yield "layer from no state", lambda: layer(x)
     if case.causal:
         yield "step", lambda: layer.step(x[:, 0], state)
 
     def loss(params, x):
-        y, last = nnx.merge(graphdef, params, rest)(x)
+        y, last = nnx.merge(graphdef, params, rest)(x, state)
         floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
         return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating))
 
     argnums = 0 if isinstance(layer, LanguageModel) else (0, 1)
-    yield "value_and_grad from no state", lambda: jax.value_and_grad(loss, argnums)(params, x)
+    yield "value_and_grad", lambda: jax.value_and_grad(loss, argnums)(params, x)
 
 
 @pytest.mark.parametrize("name", LAYERS)
