@@ -1,9 +1,10 @@
 """The checks that every layer must pass besides agreeing with its twin. All run in float64."""
 
 import dataclasses
+import functools
 import io
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,11 @@ from parity_tests.checked_layer import (
 )
 from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.references.reference import Reference
+from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.engine.verdict.measure import measure
 from parity_tests.engine.verdict.measure_twin import measure_twin
+from parity_tests.engine.verdict.report import Report
 from parity_tests.registry import BATCH, CASES, TIME, Mutation
 from parity_tests.weight_checks import (
     optimizer_follows_the_same_trajectory,
@@ -295,7 +300,19 @@ def a_document_is_the_same_wherever_it_is(checked: CheckedLayer):
     if not case.causal:
         return
     document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
-    *expected, (of_params, of_x) = checked.read(lambda layer, x: layer(x), document)
+
+    # Read the first part in one call, the second part step by step, and the rest in one call. Both
+    # calls have the same number of steps, so that their operators are traced once.
+    cut = 2 * length // 5
+
+    def in_pieces(layer, x):
+        head, state = layer(x[:, :cut], layer.init_state(1))
+        steps = x[:, cut:-cut].swapaxes(0, 1)
+        state, middle = jax.lax.scan(lambda s, x_t: layer.step(x_t, s)[::-1], state, steps)
+        tail, state = layer(x[:, -cut:], state)
+        return jnp.concatenate([head, middle.swapaxes(0, 1), tail], axis=1), state
+
+    *expected, (of_params, of_x) = checked.read(in_pieces, document)
 
     # Put the same document in several places, one in each row.
     behind = np.concatenate([other, document], axis=1)
@@ -320,28 +337,13 @@ def a_document_is_the_same_wherever_it_is(checked: CheckedLayer):
     y, last, (of_rows_params, of_rows) = checked.read(in_rows, np.concatenate(rows))
     for row, (place, end) in enumerate(zip(places, ends, strict=True)):
         found = [y[row : row + 1], checked.state_rows([row], last)]
-        assert_same_tree(found, expected, f"a document {place}")
+        assert_same_tree(found, expected, f"a document {place} and in pieces")
         if of_x is not None:
             alone = np.zeros_like(of_rows[row])
             alone[end - length : end] = of_x[0]
             assert_same(of_rows[row], alone, f"gradient of a document {place}")
     of_params_of_all = jax.tree.map(lambda gradient: len(rows) * gradient, of_params)
     assert_same_gradients(of_rows_params, of_params_of_all, "gradients of documents in rows")
-
-    # Read the first part in one call, the second part step by step, and the rest in one call. Both
-    # calls have the same number of steps, so that their operators are traced once.
-    cut = 2 * length // 5
-
-    def in_pieces(layer, x):
-        head, state = layer(x[:, :cut], layer.init_state(1))
-        steps = x[:, cut:-cut].swapaxes(0, 1)
-        state, middle = jax.lax.scan(lambda s, x_t: layer.step(x_t, s)[::-1], state, steps)
-        tail, state = layer(x[:, -cut:], state)
-        return jnp.concatenate([head, middle.swapaxes(0, 1), tail], axis=1), state
-
-    *found, gradients = checked.read(in_pieces, document)
-    assert_same_tree(found, expected, "a document in pieces")
-    assert_same_gradients(gradients, (of_params, of_x), "gradients of a document in pieces")
 
 
 @check
@@ -431,13 +433,15 @@ check(optimizer_follows_the_same_trajectory)
 
 def is_caught(mutation: Mutation) -> bool:
     """True if the check that must find the fault fails when it runs on a CPU."""
-    case = CASES[mutation.case]
-    with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
-        if mutation.check is None:
-            # Few faults are in gradients alone, and results take a third of the time to compare.
-            problem = case.problem()
-            forward = dataclasses.replace(problem, call_twin=partial(_without_gradients, problem))
-            return any(_departs(each, mutation.dtypes) for each in (forward, problem))
+    case, cpu = CASES[mutation.case], jax.devices("cpu")[0]
+    if mutation.check is None:
+        # Few faults are in gradients alone, and results take a third of the time to compare.
+        problem, reference = _without_gradients(mutation.case)
+        with mutation.plant(), jax.default_device(cpu):
+            if _departs(measure(problem, reference, mutation.dtypes), mutation):
+                return True
+            return _departs(measure_twin(case.problem(), mutation.dtypes), mutation)
+    with mutation.plant(), jax.default_device(cpu):
         try:
             CHECKS[mutation.check](CheckedLayer(case, single_check=True))
         except AssertionError:
@@ -445,12 +449,18 @@ def is_caught(mutation: Mutation) -> bool:
         return False
 
 
-def _without_gradients(problem: Problem, twin: torch.nn.Module, *inputs: Any) -> Any:
-    """The twin's result, with nothing that torch can differentiate."""
-    return jax.tree.map(torch.detach, problem.call_twin(twin, *inputs))
+@functools.lru_cache(maxsize=1)
+def _without_gradients(name: str) -> tuple[Problem, Reference]:
+    """A case without gradients, and its twin's results, which serve all faults of the case."""
+    problem = CASES[name].problem()
+
+    def call_twin(twin: torch.nn.Module, *inputs: Any) -> Any:
+        return jax.tree.map(torch.detach, problem.call_twin(twin, *inputs))
+
+    problem_of_results = dataclasses.replace(problem, call_twin=call_twin)
+    return problem_of_results, TorchReference(problem.twin).run(problem_of_results)
 
 
-def _departs(problem: Problem, dtypes: Sequence[str]) -> bool:
-    """True if the JAX side departs from the twin in each of the dtypes."""
-    report = measure_twin(problem, dtypes)
-    return {dtype for dtype, _, _ in report.failures} == {*dtypes}
+def _departs(report: Report, mutation: Mutation) -> bool:
+    """True if the JAX side departs from the twin in each of the fault's dtypes."""
+    return {dtype for dtype, _, _ in report.failures} == {*mutation.dtypes}

@@ -16,7 +16,15 @@ from parity_tests.registry.mutation import DOCUMENTS, PADDING
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m not in LOCATED], ids=str)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        # The faults of a case share a process and the results of its twin.
+        pytest.param(m, marks=pytest.mark.xdist_group(m.case), id=str(m))
+        for m in MUTATIONS
+        if m not in LOCATED
+    ],
+)
 def test_is_caught(mutation):
     assert is_caught(mutation)
 
