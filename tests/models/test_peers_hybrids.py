@@ -611,7 +611,13 @@ def hf(request) -> Any:
 def logits(hf) -> torch.Tensor:
     """The logits of the model in float64, which can be differentiated."""
     with InFloat64():
-        return call_transformers(hf, torch.as_tensor(TOKENS))
+        logits = call_transformers(hf, torch.as_tensor(TOKENS))
+    # RecurrentGemma keeps its states, and torch does not copy what can be differentiated.
+    for module in hf.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                setattr(module, name, value.detach())
+    return logits
 
 
 @pytest.fixture(scope="module")
