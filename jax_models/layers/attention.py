@@ -148,11 +148,10 @@ class Attention(SharedLayer, CachedAttention[LocalAttentionState]):
         y = (softmax(q kᵀ / √head_features) v ⊙ σ(gate)) W_out
 
     The softmax of each head is over the steps up to the current one, or over the last `window`
-    steps. x and y are (batch, time, features) or, if given, y is (batch, time, out_features). The
-    state is `LocalAttentionState(position, keys,
-    values)`. With a window, it holds the last window − 1 steps. Otherwise, it has `max_length`
-    slots, and the outputs from step max_length of a document on are NaN. A step costs O(window),
-    or without a window O(steps of the document so far).
+    steps. x is (batch, time, features), and y is (batch, time, out_features). The state is
+    `LocalAttentionState(position, keys, values)`. With a window, it holds the last window − 1
+    steps. Otherwise, it has `max_length` slots, and the outputs from step max_length of a document
+    on are NaN. A step costs O(window), or without a window O(steps of the document so far).
 
     Args:
         features: size of x_t, and of y_t unless there are `out_features`.
