@@ -436,7 +436,7 @@ def is_caught(mutation: Mutation) -> bool:
     case, cpu = CASES[mutation.case], jax.devices("cpu")[0]
     if mutation.check is None:
         # Few faults are in gradients alone, and results take a third of the time to compare.
-        problem, reference = _without_gradients(mutation.case)
+        problem, reference = _results_of_twin(mutation.case)
         with mutation.plant(), jax.default_device(cpu):
             if _departs(measure(problem, reference, mutation.dtypes), mutation):
                 return True
@@ -450,8 +450,8 @@ def is_caught(mutation: Mutation) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _without_gradients(name: str) -> tuple[Problem, Reference]:
-    """A case without gradients, and its twin's results, which serve all faults of the case."""
+def _results_of_twin(name: str) -> tuple[Problem, Reference]:
+    """A case without gradients, and the results of its twin, which all faults of the case share."""
     problem = CASES[name].problem()
 
     def call_twin(twin: torch.nn.Module, *inputs: Any) -> Any:

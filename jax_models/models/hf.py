@@ -52,7 +52,7 @@ class HFConfig(BlocksConfig):
     hf_fields: ClassVar[dict[str, str]]
     """Maps fields of a config.json to the fields of our config that have the same value."""
     hf_aliases: ClassVar[Mapping[str, str]] = {}
-    """Maps other names of fields of a config.json to those that are read."""
+    """Maps other names of fields of a config.json to those that are read, unless they are null."""
     hf_sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "hidden_size",
@@ -99,7 +99,9 @@ class HFConfig(BlocksConfig):
                 support, or lacks a size.
 
         """
-        config = {cls.hf_aliases.get(name, name): value for name, value in config.items()}
+        aliases = {ours: config.get(other) for other, ours in cls.hf_aliases.items()}
+        config = {name: value for name, value in config.items() if name not in cls.hf_aliases}
+        config |= {name: value for name, value in aliases.items() if value is not None}
         stated = {name: value for name, value in config.items() if value is not None}
         other = cls.hf_experts
         model = cls.hf_model(other is not None and stated.get("model_type") == other.model_type)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Unpack
 
 from flax import nnx
 
@@ -21,8 +21,6 @@ from jax_models.models.hybrid import BlockKeys, HybridBlock
 from jax_models.models.language_model import LanguageModel
 from jax_models.options import Initializer, LayerOptions, NormOptions
 
-NAMES = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
-"""The names of sizes in the published config.json, and those that transformers also has."""
 PARTS = ("mlstm_layer", "norm_mlstm", "norm_ffn")
 KEYS = {
     "hf": BlockKeys(*PARTS, "xlstm", "ffn", ("proj_up_gate", "proj_up", "proj_down")),
@@ -92,6 +90,7 @@ class XLSTMLanguageModelConfig(HFConfig):
         "eps": "normalizer_epsilon",
         "norm_eps": "epsilon",
     }
+    hf_aliases: ClassVar = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
     hf_sizes: ClassVar = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
     hf_values: ClassVar = {"use_bias": (False,), "add_out_norm": (True,)}
     presets: ClassVar = {"xlstm": {}}
@@ -112,12 +111,6 @@ class XLSTMLanguageModelConfig(HFConfig):
     """ε of the mLSTMs, which they add to what they divide by."""
     epsilon: Positive = 1e-6
     """ε of the norms."""
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """Reads a config.json, in which two sizes may have other names, which come first."""
-        named = {ours: config.get(theirs) for theirs, ours in NAMES.items()}
-        return super().from_hf({**config, **{k: v for k, v in named.items() if v is not None}})
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

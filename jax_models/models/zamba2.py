@@ -232,7 +232,7 @@ class LowRank(nnx.Module):
 
 
 class AttentionAdapter(nnx.Module):
-    """What a block adds to the queries, keys and values of a shared attention."""
+    """The low-rank terms that a block adds to q, k and v of a shared attention."""
 
     def __init__(self, features: int, rank: int, **options: Any):
         self.q, self.k, self.v = (LowRank(features, rank, features, **options) for _ in "qkv")
@@ -245,7 +245,7 @@ class AttentionAdapter(nnx.Module):
 
 
 class MLPAdapter(nnx.Module):
-    """What a block adds to x W_gate and x W_up in a shared MLP."""
+    """The low-rank terms that a block adds to x W_gate and x W_up in a shared MLP."""
 
     def __init__(self, features: int, rank: int, mlp_features: int, **options: Any):
         self.down = Linear(features, rank, **options)

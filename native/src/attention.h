@@ -203,10 +203,9 @@ class AttentionJob : public Job {
 
 // Which keys the queries of a tile see.
 struct Seen {
-  int64_t t, count;            // the first query, and how many
-  int64_t first, most, end;    // all keys lie in [first, end); [most, t] are those that all see
+  int64_t t, count;          // the first query, and how many
+  int64_t first, most, end;  // all keys lie in [first, end); all queries see those in [most, t]
 
-  template <typename T>
   static Seen of(const int32_t* first, int64_t t, int64_t time) {
     Seen seen{t, std::min(kQueries, time - t), time, 0, 0};
     for (int64_t i = 0; i < seen.count; ++i) {
@@ -253,7 +252,7 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
     const int64_t b = head / call_.heads, h = head % call_.heads;
     const int64_t t = (ceil_div(time, kQueries) - 1 - task / of_heads) * kQueries;
     const int32_t* const first = call_.first + b * time;
-    const Seen seen = Seen::of<T>(first, t, time);
+    const Seen seen = Seen::of(first, t, time);
     const Keys<T> keys = this->keys_of(b, h * call_.kv_heads / call_.heads);
     const int64_t of_k = padded<T>(features), of_v = padded<T>(values);
     T* const q = scratch;
@@ -386,7 +385,7 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
       std::fill_n(dk, (end - start) * of_k, T(0));
       std::fill_n(dv, (end - start) * of_v, T(0));
       for (int64_t t = start / kQueries * kQueries; t < time; t += kQueries) {
-        const Seen seen = Seen::of<T>(first, t, time);
+        const Seen seen = Seen::of(first, t, time);
         // The keys of this tile that some of the queries see.
         const int64_t from = std::max(start, seen.first / kWidth<T> * kWidth<T>);
         const int64_t count = std::min(end, seen.end) - from;

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_ref.layers.gated_delta_net import GatedDeltaNet
 from torch_ref.layers.mamba2 import Mamba2
 
 State = tuple[Any, ...]
@@ -80,6 +81,21 @@ class StackedExperts(nn.Module):
             gate, up = F.linear(x, inner).chunk(2, dim=-1)
             y = y + weight * F.linear(F.silu(gate) * up, outer)
         return y
+
+
+def delta_net_of(
+    config: Any, layer: type[GatedDeltaNet] = GatedDeltaNet, **options: Any
+) -> GatedDeltaNet:
+    """Builds the Gated DeltaNet of a block. `options` are arguments that only some models have."""
+    return layer(
+        config.features,
+        num_key_heads=config.num_key_heads,
+        num_value_heads=config.num_value_heads,
+        key_features=config.key_features,
+        value_features=config.value_features,
+        kernel_size=config.kernel_size,
+        **{"epsilon": config.epsilon, **options},
+    )
 
 
 def mamba2_of(config: Any, layer: type[Mamba2] = Mamba2, **options: Any) -> Mamba2:

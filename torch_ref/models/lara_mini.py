@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_ref.layers.attention import Attention
-from torch_ref.layers.gated_delta_net import GatedDeltaNet
-from torch_ref.models.hybrid import HybridLanguageModel, State
+from torch_ref.models.hybrid import HybridLanguageModel, State, delta_net_of
 from torch_ref.models.qwen3_5 import Qwen35Experts
 
 
@@ -24,15 +23,7 @@ class LaraMiniBlock(nn.Module):
         self.is_linear = kind == "linear_attention"
         slides = kind == "sliding_attention"
         if self.is_linear:
-            self.linear_attn = GatedDeltaNet(
-                config.features,
-                num_key_heads=config.num_key_heads,
-                num_value_heads=config.num_value_heads,
-                key_features=config.key_features,
-                value_features=config.value_features,
-                kernel_size=config.kernel_size,
-                epsilon=config.epsilon,
-            )
+            self.linear_attn = delta_net_of(config)
         else:
             self.self_attn = Attention(
                 config.features,

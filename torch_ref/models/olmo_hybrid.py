@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_ref.layers.attention import Attention
 from torch_ref.layers.gated_delta_net import OLMoHybridGatedDeltaNet
 from torch_ref.layers.mlp import GatedMLP
-from torch_ref.models.hybrid import HybridLanguageModel, State
+from torch_ref.models.hybrid import HybridLanguageModel, State, delta_net_of
 
 
 class OLMoHybridLinearBlock(nn.Module):
@@ -21,13 +21,9 @@ class OLMoHybridLinearBlock(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.features, eps=config.epsilon)
-        self.linear_attn = OLMoHybridGatedDeltaNet(
-            config.features,
-            num_key_heads=config.num_key_heads,
-            num_value_heads=config.num_value_heads,
-            key_features=config.key_features,
-            value_features=config.value_features,
-            kernel_size=config.kernel_size,
+        self.linear_attn = delta_net_of(
+            config,
+            OLMoHybridGatedDeltaNet,
             negative_eigenvalues=config.negative_eigenvalues,
             epsilon=1e-5,
         )

@@ -11,7 +11,7 @@ from torch_ref.layers.attention import Attention
 from torch_ref.layers.gated_delta_net import GatedDeltaNet
 from torch_ref.layers.mlp import GatedMLP
 from torch_ref.layers.norm import ZeroCenteredRMSNorm
-from torch_ref.models.hybrid import HybridLanguageModel, StackedExperts, State
+from torch_ref.models.hybrid import HybridLanguageModel, StackedExperts, State, delta_net_of
 
 
 class Qwen35Experts(nn.Module):
@@ -52,15 +52,7 @@ class Qwen35Block(nn.Module):
         self.input_layernorm = ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon)
         self.is_linear = kind == "linear_attention"
         if self.is_linear:
-            self.linear_attn = self.mixer(
-                config.features,
-                num_key_heads=config.num_key_heads,
-                num_value_heads=config.num_value_heads,
-                key_features=config.key_features,
-                value_features=config.value_features,
-                kernel_size=config.kernel_size,
-                epsilon=config.epsilon,
-            )
+            self.linear_attn = delta_net_of(config, self.mixer)
         else:
             self.self_attn = Attention(
                 config.features,
