@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "call.h"
-#include "math.h"
+#include "rows.h"
 #include "team.h"
 #include "tile_product.h"
 
@@ -26,37 +26,6 @@ namespace twinscan::TWINSCAN_ISA {
 constexpr int64_t kQueries = 48;
 template <typename T>
 constexpr int64_t kKeys = ceil_div(1024 / sizeof(T), kWidth<T>) * kWidth<T>;
-
-template <typename T>
-constexpr int64_t padded(int64_t count) {
-  return ceil_div(count, kLanes<T>) * kLanes<T>;
-}
-
-// e^x, and 0 where that is no normal number
-template <typename T>
-inline Vector<T> power(Vector<T> x) {
-  const Exp<T> e = exp<T>(x);
-  return x < -ExpConstants<T>::kMost ? Vector<T>{} : e.scale * e.rest + e.scale;
-}
-
-// Combines all lanes, halving their number in each turn.
-template <typename T, typename Operation>
-inline T reduce(Vector<T> x, Operation combine) {
-  T lanes[kLanes<T>];
-  store(lanes, x);
-#pragma GCC unroll 8
-  for (int count = kLanes<T> / 2; count > 0; count /= 2) {
-#pragma GCC unroll 8
-    for (int lane = 0; lane < count; ++lane) lanes[lane] = combine(lanes[lane], lanes[lane + count]);
-  }
-  return lanes[0];
-}
-
-// The rows of a head lie too far apart for the processor to foresee the next ones.
-template <typename T>
-inline void prefetch(const T* row, int64_t distance, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + 8 * distance + i);
-}
 
 template <typename T>
 inline bool is_finite(const T* numbers, int64_t count) {

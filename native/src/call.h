@@ -110,6 +110,46 @@ struct AttentionBackward : Attention<T> {
   T* dv = nullptr;  // (B, T, H, E)
 };
 
+// The number of steps that linear attention computes at once.
+constexpr int64_t kLinearAttentionChunk = 64;
+
+// Linear attention with B rows, T steps in C chunks, H heads of values, K heads of queries and keys, D
+// features of a key and E of a value. Head h of the values reads key head h K / H.
+template <typename T>
+struct LinearAttention {
+  using Real = T;
+  int64_t batch = 0, time = 0, heads = 0, key_heads = 0, features = 0, values = 0;
+
+  const T* q = nullptr;          // (B, T, K, D)
+  const T* k = nullptr;          // (B, T, K, D)
+  const T* v = nullptr;          // (B, T, H, E)
+  const T* log_decay = nullptr;  // (B, T, H)
+};
+
+template <typename T>
+struct LinearAttentionForward : LinearAttention<T> {
+  static constexpr bool kForward = true;
+  const T* state = nullptr;  // (B, H, E, D)
+
+  T* y = nullptr;       // (B, T, H, E)
+  T* last = nullptr;    // (B, H, E, D)
+  T* before = nullptr;  // (B, C, H, D, E): the state before each chunk, or null
+};
+
+template <typename T>
+struct LinearAttentionBackward : LinearAttention<T> {
+  static constexpr bool kForward = false;
+  const T* before = nullptr;  // (B, C, H, D, E)
+  const T* dy = nullptr;      // (B, T, H, E)
+  const T* dlast = nullptr;   // (B, H, E, D)
+
+  T* dq = nullptr;          // (B, parts, T, K, D): the part of some of the heads of values
+  T* dk = nullptr;          // (B, parts, T, K, D)
+  T* dv = nullptr;          // (B, T, H, E)
+  T* dlog_decay = nullptr;  // (B, T, H)
+  T* dstate = nullptr;      // (B, H, E, D)
+};
+
 // The kernels that were compiled for one instruction set.
 template <typename T>
 struct Kernels {
@@ -118,6 +158,9 @@ struct Kernels {
   void (*backward)(Cell, const Backward<T>&);
   void (*attention_forward)(const AttentionForward<T>&);
   void (*attention_backward)(const AttentionBackward<T>&);
+  // The heads of values that share a key head are divided into this many parts.
+  void (*linear_attention_forward)(const LinearAttentionForward<T>&, int64_t parts);
+  void (*linear_attention_backward)(const LinearAttentionBackward<T>&, int64_t parts);
 };
 
 // Returns the kernels for the best instruction set that this processor has.

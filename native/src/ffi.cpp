@@ -270,6 +270,68 @@ ffi::Error run_attention(ffi::RemainingArgs arguments, ffi::RemainingRets result
   return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
 }
 
+// Reads the sizes from q and v, whose axes before the last three are rows of the batch. Without
+// `keep`, the forward kernel does not return the states before the chunks.
+template <template <typename> class Call>
+ffi::Error run_linear_attention(int64_t parts, bool keep, ffi::RemainingArgs arguments,
+                                ffi::RemainingRets results) {
+  const auto q = arguments.get<ffi::AnyBuffer>(0), v = arguments.get<ffi::AnyBuffer>(2);
+  if (!q || !v || q->dimensions().size() < 4 || v->dimensions().size() != q->dimensions().size()) {
+    return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
+  }
+  const auto with_type = [&](auto call) {
+    using T = typename decltype(call)::Real;
+    const size_t axes = q->dimensions().size();
+    call.time = q->dimensions()[axes - 3];
+    call.key_heads = q->dimensions()[axes - 2];
+    call.features = q->dimensions()[axes - 1];
+    call.heads = v->dimensions()[axes - 2];
+    call.values = v->dimensions()[axes - 1];
+    call.batch = 1;
+    for (size_t axis = 0; axis + 3 < axes; ++axis) call.batch *= q->dimensions()[axis];
+    const int64_t b = call.batch, t = call.time, h = call.heads, n = call.key_heads;
+    const int64_t d = call.features, e = call.values;
+    const int64_t chunks = (t + kLinearAttentionChunk - 1) / kLinearAttentionChunk;
+    if (n < 1 || h % n || parts < 1 || parts > h / n) {
+      return ffi::Error::InvalidArgument("expected heads that can be divided among key heads and parts");
+    }
+    Buffers<T> buffers(arguments, results);
+    call.q = buffers.argument("q", {b, t, n, d});
+    call.k = buffers.argument("k", {b, t, n, d});
+    call.v = buffers.argument("v", {b, t, h, e});
+    call.log_decay = buffers.argument("log_decay", {b, t, h});
+    if constexpr (decltype(call)::kForward) {
+      call.state = buffers.argument("state", {b, h, e, d});
+      call.y = buffers.result("y", {b, t, h, e});
+      call.last = buffers.result("last", {b, h, e, d});
+      if (keep) call.before = buffers.result("before", {b, chunks, h, d, e});
+    } else {
+      call.before = buffers.argument("before", {b, chunks, h, d, e});
+      call.dy = buffers.argument("dy", {b, t, h, e});
+      call.dlast = buffers.argument("dlast", {b, h, e, d});
+      call.dq = buffers.result("dq", {b, parts, t, n, d});
+      call.dk = buffers.result("dk", {b, parts, t, n, d});
+      call.dv = buffers.result("dv", {b, t, h, e});
+      call.dlog_decay = buffers.result("dlog_decay", {b, t, h});
+      call.dstate = buffers.result("dstate", {b, h, e, d});
+    }
+    ffi::Error error = buffers.error();
+    if constexpr (decltype(call)::kForward) {
+      if (error.success()) kernels<T>().linear_attention_forward(call, parts);
+    } else {
+      if (error.success()) kernels<T>().linear_attention_backward(call, parts);
+    }
+    return error;
+  };
+  try {
+    if (q->element_type() == ffi::F32) return with_type(Call<float>());
+    if (q->element_type() == ffi::F64) return with_type(Call<double>());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the states");
+  }
+  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+}
+
 auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
 
 }  // namespace
@@ -294,3 +356,9 @@ TWINSCAN_EXPORT(twinscan_attention_forward, run_attention<twinscan::AttentionFor
                 twinscan::ffi::Ffi::Bind());
 TWINSCAN_EXPORT(twinscan_attention_backward, run_attention<twinscan::AttentionBackward>,
                 twinscan::ffi::Ffi::Bind());
+TWINSCAN_EXPORT(twinscan_linear_attention_forward,
+                run_linear_attention<twinscan::LinearAttentionForward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_linear_attention_backward,
+                run_linear_attention<twinscan::LinearAttentionBackward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));

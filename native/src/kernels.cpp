@@ -1,6 +1,7 @@
 // The kernels for one instruction set. CMakeLists.txt compiles this file once for each.
 #include "attention.h"
 #include "gru.h"
+#include "linear_attention.h"
 #include "lstm.h"
 #include "rnn.h"
 
@@ -38,7 +39,9 @@ template <typename T>
 constexpr Kernels<T> kernels_of_type{
     TWINSCAN_NAME(TWINSCAN_ISA), forward<T>, backward<T>,
     run_attention<AttentionForwardJob, AttentionForward<T>>,
-    run_attention<AttentionBackwardJob, AttentionBackward<T>>};
+    run_attention<AttentionBackwardJob, AttentionBackward<T>>,
+    run_linear_attention<LinearAttentionForwardJob, LinearAttentionForward<T>>,
+    run_linear_attention<LinearAttentionBackwardJob, LinearAttentionBackward<T>>};
 const Kernels<float> kernels_float32 = kernels_of_type<float>;
 const Kernels<double> kernels_float64 = kernels_of_type<double>;
 

@@ -7,7 +7,7 @@ from jax_models import ops
 from jax_models.ops.attention import tiles
 from jax_models.ops.attention.definition import CausalAttention
 from jax_models.ops.forms import runs_on_one_device
-from twinscan_native.kernels import refusal_of
+from twinscan_native.kernels import call_kernel, refusal_of
 
 MIN_STEPS = 16
 """The number of steps from which packing the keys pays."""
@@ -17,7 +17,9 @@ def refusal(call: CausalAttention) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
     if call.past.keys.shape[1] or call.k.shape[1] != call.q.shape[1]:
         return "it attends to the steps of the call, and not to those of a cache"
-    return refusal_of(call.q, call.k, call.v, types=("bfloat16", "float32", "float64"))
+    return refusal_of(
+        call.q.shape, call.q, call.k, call.v, types=("bfloat16", "float32", "float64")
+    )
 
 
 def pays(call: CausalAttention, platform: str, differentiated: bool) -> bool:
@@ -53,7 +55,7 @@ def _forward(window: int, keep: bool, floats, first):
     q, _, v = (jax.typeof(array) for array in floats)
     batch, time, heads, _ = q.shape
     shapes = [q.update(shape=(*q.shape[:3], v.shape[3])), q.update(shape=(batch, heads, time))]
-    y, log_sum = _call("forward", shapes, *floats, first)
+    y, log_sum = call_kernel("attention_forward", shapes, *floats, first)
     return (y, ()), ((log_sum,) if keep else ())
 
 
@@ -61,14 +63,9 @@ def _gradient(window: int, floats, first, results, kept, gradients):
     """The kernel returns the part of each head of q in the gradients of k and v."""
     (q, k, _), (y, _), (dy, _) = floats, results, gradients
     of_q, of_y = jax.typeof(q), jax.typeof(y)
-    found = _call("backward", [of_q, of_q, of_y], *floats, first, dy, y, *kept)
+    found = call_kernel("attention_backward", [of_q, of_q, of_y], *floats, first, dy, y, *kept)
     shape = *k.shape[:3], q.shape[2] // k.shape[2]
     return found[0], *(part.reshape(*shape, -1).sum(3) for part in found[1:])
-
-
-def _call(way: str, shapes, *arrays):
-    function = jax.ffi.ffi_call(f"twinscan_attention_{way}", shapes, vmap_method="broadcast_all")
-    return function(*arrays)
 
 
 _attention = ops.LibraryFunction(_by_tiles, _forward, _gradient)

@@ -13,7 +13,7 @@ from jax_models.ops.affine import affine
 from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.gated.stack import Stack, run_layer
 from jax_models.ops.shard_map_axes import match_varying_axes
-from twinscan_native import attention
+from twinscan_native import attention, linear_attention
 from twinscan_native.kernels import GRU, LSTM, RELU, RNN, Kernel, Kind, refusal_of
 
 MIN_STEPS = 16
@@ -28,7 +28,9 @@ def refusal(call: Stack) -> str | None:
         "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
     }
     arrays = call.x, *jax.tree.leaves(call.cells)
-    return next((reason for reason, holds in reasons.items() if holds), refusal_of(*arrays))
+    return next(
+        (reason for reason, holds in reasons.items() if holds), refusal_of(call.x.shape, *arrays)
+    )
 
 
 def pays(call: Stack, platform: str, differentiated: bool) -> bool:
@@ -55,6 +57,7 @@ def run(call: Stack):
 FORMS = {
     "recurrent_stack": (ops.Form("native", run, ("cpu",), refusal, pays),),
     "attention": (attention.FORM,),
+    "gated_delta_rule": (linear_attention.FORM,),
 }
 
 

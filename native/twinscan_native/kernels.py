@@ -46,7 +46,7 @@ def loading_error() -> str | None:
         library = ctypes.CDLL(str(twinscan_native.path()))
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
-    for operator in (LSTM.name, GRU.name, RNN.name, "attention"):
+    for operator in (LSTM.name, GRU.name, RNN.name, "attention", "linear_attention"):
         for way in ("forward", "backward"):
             name = f"twinscan_{operator}_{way}"
             kernel = jax.ffi.pycapsule(getattr(library, name))
@@ -54,12 +54,14 @@ def loading_error() -> str | None:
     return None
 
 
-def refusal_of(*arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")) -> str | None:
+def refusal_of(
+    shape: tuple[Any, ...], *arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")
+) -> str | None:
     """Returns why there is no kernel for a call with these arrays, or None if there is one.
 
-    All arrays must have the same of these types.
+    The shape must be known, and all arrays must have the same of these types.
     """
-    if any(map(is_symbolic_dim, arrays[0].shape)):
+    if any(map(is_symbolic_dim, shape)):
         return "it takes known sizes, not the symbolic ones of jax.export"
     found = sorted({str(array.dtype) for array in arrays})
     if len(found) > 1 or found[0] not in types:
@@ -69,6 +71,14 @@ def refusal_of(*arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64
     if platform != "cpu":
         return f"it runs on a CPU, and JAX's default device is a {platform}"
     return loading_error()
+
+
+def call_kernel(
+    name: str, shapes: list[Any], *arrays: jax.Array, **options: Any
+) -> list[jax.Array]:
+    """Calls a kernel that takes rows of a batch, to which `vmap` adds its own."""
+    function = jax.ffi.ffi_call(f"twinscan_{name}", shapes, vmap_method="broadcast_all")
+    return function(*arrays, **options)
 
 
 class Kernel(NamedTuple):

@@ -17,7 +17,7 @@ from jax_models.ops.delta.calls import (
     Steps,
 )
 from jax_models.ops.delta.documents import run_rows
-from jax_models.ops.forms import Form, Operator
+from jax_models.ops.forms import Form, Operator, not_installed
 from jax_models.ops.rows import DividedMasks, given_rows
 
 DELTA_RULE = Operator(
@@ -35,6 +35,7 @@ GATED_DELTA_RULE = Operator(
         Form("sequential", sequential.run_gated, ("cpu",), pays=sequential.gated_pays),
         Form("definition", definition.gated_delta_rule),
     ),
+    (not_installed("native", "twinscan-native", "pip install ./native"),),
 )
 DeltaRuleMethod = Annotated[str, "auto or the name of a form"]
 """What runs a delta rule."""
@@ -184,7 +185,8 @@ def gated_delta_rule(
         normalize: whether queries and keys are scaled to a length of 1 first, as by `l2_normalize`.
         method: the form that runs. "definition" is a plain `lax.scan`. "sequential" is a loop for
             CPUs. "chunked" computes 64 steps at a time by matrix products (Yang et al. 2024, arXiv
-            2406.06484), or 32 without a `beta` or with a decay for each feature. "auto" chooses the
+            2406.06484), or 32 without a `beta` or with a decay for each feature. "native" is the
+            package `twinscan-native`, which runs on CPUs, without a `beta`. "auto" chooses the
             form that is likely to be the fastest for the call, on the platform that runs the
             program. `ops.forms_of` shows the choice. All forms compute in at least float32, with
             the highest precision on a TPU. For the backward pass, the loops store √time states, or

@@ -1,0 +1,363 @@
+// Linear attention with a decay in each step, which is the recurrence of Mamba-2:
+//
+//     S_t = α_t S_{t−1} + v_t k_tᵀ,   y_t = S_t q_t
+//
+// Each head of v has a state S and decays of its own, and several heads share a head of q and k. A
+// chunk of steps is computed by products of matrices. From the state S before a chunk,
+//
+//     y_t = e_t S q_t + Σ_{i≤t} M_ti v_i,   M_ti = D_ti (q_t·k_i),   S ← Π S + Σ_i f_i v_i k_iᵀ
+//
+// where D_ti is the product of the decays of the steps i + 1 … t, e_t that of the steps up to t, f_i
+// that of the steps after i, and Π that of all steps. The backward pass goes through the chunks in
+// the opposite order, from the states before them, which the forward pass has kept.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "call.h"
+#include "rows.h"
+#include "team.h"
+#include "tile_product.h"
+
+namespace twinscan::TWINSCAN_ISA {
+
+constexpr int64_t kChunk = kLinearAttentionChunk;
+
+// The decays of a chunk of one head.
+template <typename T>
+struct Decays {
+  T between[kChunk * kChunk];  // D_ti, and 0 if i > t
+  T from_start[kChunk], to_end[kChunk];
+  T whole;
+
+  // Each sum of log decays has only the terms that it needs, so that a strong decay costs the other
+  // steps no digits.
+  void set(const T* log_decay, int64_t distance, int64_t count) {
+    T sums[kChunk] = {}, total = 0;
+    std::fill_n(from_start, kChunk, T(0));
+    for (int64_t t = 0; t < count; ++t) {
+      const T now = log_decay[t * distance];
+      total += now;
+      from_start[t] = total;
+      for (int64_t i = 0; i < t; ++i) sums[i] += now;
+      T* const row = between + t * kChunk;
+      for (int64_t i = 0; i < kChunk; i += kLanes<T>) store(row + i, power<T>(load(sums + i)));
+      std::fill(row + t + 1, row + kChunk, T(0));
+    }
+    for (int64_t t = 0; t < kChunk; t += kLanes<T>) {
+      store(from_start + t, power<T>(load(from_start + t)));
+    }
+    if (count > 0) std::copy_n(between + (count - 1) * kChunk, kChunk, to_end);
+    whole = count > 0 ? from_start[count - 1] : T(1);
+  }
+};
+
+// What the forward and the backward pass share: the division over threads, and the products q_t·k_i
+// of a chunk. A task has some of the heads that share a head of q and k, in one row of the batch.
+template <typename Call>
+class LinearAttentionJob : public Job {
+ public:
+  using T = typename Call::Real;
+
+  LinearAttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
+      : call_(call),
+        parts_(parts),
+        heads_per_key_(call.heads / call.key_heads),
+        chunks_(ceil_div(call.time, kChunk)),
+        of_k_(padded<T>(call.features)),
+        of_v_(padded<T>(call.values)),
+        tasks_(call.batch * call.key_heads * parts),
+        memory_(size_t(scratch) * sizeof(T) * threads + 64 * (threads + 1)),
+        progress_(tasks_) {
+    Arena arena(memory_.start());
+    for (int thread = 0; thread < threads; ++thread) scratch_.push_back(arena.take<T>(scratch));
+  }
+
+  void work(int thread) override {
+    for (int64_t task = 0; task < tasks_; ++task) {
+      if (!progress_[task].begin(0)) continue;
+      run_task(task, scratch_[thread]);
+      progress_[task].end(0);
+      wake();
+    }
+    for (int64_t task = 0; thread == 0 && task < tasks_; ++task) wait(progress_[task], 0);
+  }
+
+ protected:
+  virtual void run_task(int64_t task, T* scratch) = 0;
+
+  // The arrays of a task that hold the steps of a chunk for all its heads.
+  struct Shared {
+    T *q, *k;           // (step, feature)
+    T* k_by_feature;    // (feature, step)
+    T* scores;          // q_t·k_i
+    static int64_t size(int64_t of_k) { return 3 * kChunk * of_k + kChunk * kChunk; }
+  };
+
+  Shared shared_in(T*& scratch) const {
+    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
+    Shared shared;
+    shared.q = take(kChunk * of_k_);
+    shared.k = take(kChunk * of_k_);
+    shared.k_by_feature = take(kChunk * of_k_);
+    shared.scores = take(kChunk * kChunk);
+    return shared;
+  }
+
+  void read_chunk(const Shared& shared, int64_t b, int64_t g, int64_t t, int64_t count) const {
+    const int64_t features = call_.features, distance = call_.key_heads * features;
+    const int64_t start = ((b * call_.time + t) * call_.key_heads + g) * features;
+    copy_rows(call_.q + start, distance, count, features, shared.q);
+    copy_rows(call_.k + start, distance, count, features, shared.k);
+    transpose(call_.k + start, distance, count, features, shared.k_by_feature, kChunk);
+    set_product<T>(count, kChunk / kLanes<T>, features, shared.q, of_k_, shared.k_by_feature, kChunk,
+                   shared.scores, kChunk);
+  }
+
+  // The first head of a task, and how many it has.
+  int64_t first_head(int64_t task) const {
+    const int64_t part = task % parts_, g = task / parts_ % call_.key_heads;
+    return g * heads_per_key_ + heads_per_key_ * part / parts_;
+  }
+  int64_t num_heads(int64_t task) const {
+    const int64_t part = task % parts_;
+    return heads_per_key_ * (part + 1) / parts_ - heads_per_key_ * part / parts_;
+  }
+
+  const Call call_;
+  const int64_t parts_, heads_per_key_, chunks_, of_k_, of_v_;
+
+ private:
+  const int64_t tasks_;
+  std::vector<T*> scratch_;
+  const Memory memory_;
+  std::vector<Progress> progress_;
+};
+
+template <typename T>
+class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForward<T>> {
+ public:
+  using Call = LinearAttentionForward<T>;
+  using Base = LinearAttentionJob<Call>;
+  using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
+
+  LinearAttentionForwardJob(const Call& call, int threads, int64_t parts)
+      : Base(call, threads, parts,
+             Base::Shared::size(padded<T>(call.features)) + kChunk * kChunk +
+                 2 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
+                 ceil_div(call.heads / call.key_heads, parts) * call.features *
+                     padded<T>(call.values)) {}
+
+ private:
+  void run_task(int64_t task, T* scratch) override {
+    const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
+    const int64_t first = this->first_head(task), heads = this->num_heads(task);
+    const int64_t features = call_.features, values = call_.values, time = call_.time;
+    const int64_t of_state = features * of_v_;
+    const auto shared = this->shared_in(scratch);
+    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
+    T* const weights = take(kChunk * kChunk);
+    T* const v = take(kChunk * of_v_);
+    T* const y = take(kChunk * of_v_);
+    auto& decays = *reinterpret_cast<Decays<T>*>(take(sizeof(Decays<T>) / sizeof(T)));
+    T* const states = take(heads * of_state);  // (head, feature, value)
+
+    for (int64_t n = 0; n < heads; ++n) {
+      const int64_t head = (b * call_.heads + first + n) * values * features;
+      transpose(call_.state + head, features, values, features, states + n * of_state, of_v_);
+    }
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const int64_t t = chunk * kChunk, count = std::min(kChunk, time - t);
+      this->read_chunk(shared, b, g, t, count);
+      for (int64_t n = 0; n < heads; ++n) {
+        const int64_t h = first + n, place = (b * time + t) * call_.heads + h;
+        T* const state = states + n * of_state;
+        if (call_.before != nullptr) {
+          T* const kept = call_.before +
+                          ((b * chunks_ + chunk) * call_.heads + h) * features * values;
+          for (int64_t f = 0; f < features; ++f) {
+            std::copy_n(state + f * of_v_, values, kept + f * values);
+          }
+        }
+        decays.set(call_.log_decay + place, call_.heads, count);
+        copy_rows(call_.v + place * values, call_.heads * values, count, values, v);
+        // y
+        set_product<T>(count, of_v_ / kLanes<T>, features, shared.q, of_k_, state, of_v_, y, of_v_);
+        for (int64_t i = 0; i < count; ++i) {
+          scale(y + i * of_v_, decays.from_start[i], of_v_);
+          multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
+                   kChunk);
+        }
+        add_product<T>(count, of_v_ / kLanes<T>, count, weights, kChunk, v, of_v_, y, of_v_);
+        T* const to = call_.y + place * values;
+        for (int64_t i = 0; i < count; ++i) {
+          std::copy_n(y + i * of_v_, values, to + i * call_.heads * values);
+        }
+        // The state after the chunk
+        scale(state, decays.whole, of_state);
+        for (int64_t i = 0; i < count; ++i) scale(v + i * of_v_, decays.to_end[i], of_v_);
+        add_product<T, true>(features, of_v_ / kLanes<T>, count, shared.k, of_k_, v, of_v_, state,
+                             of_v_);
+      }
+    }
+    for (int64_t n = 0; n < heads; ++n) {
+      const int64_t head = (b * call_.heads + first + n) * values * features;
+      transpose_back(states + n * of_state, of_v_, values, features, call_.last + head, features);
+    }
+  }
+};
+
+template <typename T>
+class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBackward<T>> {
+ public:
+  using Call = LinearAttentionBackward<T>;
+  using Base = LinearAttentionJob<Call>;
+  using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
+
+  LinearAttentionBackwardJob(const Call& call, int threads, int64_t parts)
+      : Base(call, threads, parts,
+             Base::Shared::size(padded<T>(call.features)) + 4 * kChunk * kChunk +
+                 2 * kChunk * padded<T>(call.features) + 2 * call.features * kChunk +
+                 9 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
+                 (ceil_div(call.heads / call.key_heads, parts) + 1) * call.features *
+                     padded<T>(call.values)) {}
+
+ private:
+  void run_task(int64_t task, T* scratch) override {
+    const int64_t part = task % parts_;
+    const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
+    const int64_t first = this->first_head(task), heads = this->num_heads(task);
+    const int64_t features = call_.features, values = call_.values, time = call_.time;
+    const int64_t of_state = features * of_v_, columns = of_v_ / kLanes<T>;
+    const auto shared = this->shared_in(scratch);
+    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
+    T* const weights = take(kChunk * kChunk);   // M
+    T* const decayed = take(kChunk * kChunk);   // D_ti (∂y_t·v_i)
+    T* const dscores = take(kChunk * kChunk);   // their sum over the heads
+    T* const dsums = take(kChunk * kChunk);     // of each sum of log decays
+    T* const dq = take(kChunk * of_k_);
+    T* const dk = take(kChunk * of_k_);
+    T* const dq_by_feature = take(features * kChunk);
+    T* const dk_by_feature = take(features * kChunk);
+    T* const v = take(kChunk * of_v_);
+    T* const dy = take(kChunk * of_v_);
+    T* const dv = take(kChunk * of_v_);
+    T* const read = take(kChunk * of_v_);
+    T* const v_by_value = take(of_v_ * kChunk);
+    T* const dy_by_value = take(of_v_ * kChunk);
+    auto& decays = *reinterpret_cast<Decays<T>*>(take(sizeof(Decays<T>) / sizeof(T)));
+    T* const state = take(of_state);
+    T* const dstates = take(heads * of_state);
+
+    for (int64_t n = 0; n < heads; ++n) {
+      const int64_t head = (b * call_.heads + first + n) * values * features;
+      transpose(call_.dlast + head, features, values, features, dstates + n * of_state, of_v_);
+    }
+    for (int64_t chunk = chunks_ - 1; chunk >= 0; --chunk) {
+      const int64_t t = chunk * kChunk, count = std::min(kChunk, time - t);
+      this->read_chunk(shared, b, g, t, count);
+      std::fill_n(dscores, kChunk * kChunk, T(0));
+      std::fill_n(dq_by_feature, features * kChunk, T(0));
+      std::fill_n(dk_by_feature, features * kChunk, T(0));
+      for (int64_t n = 0; n < heads; ++n) {
+        const int64_t h = first + n, place = (b * time + t) * call_.heads + h;
+        const int64_t distance = call_.heads * values;
+        T* const dstate = dstates + n * of_state;
+        copy_rows(call_.before + ((b * chunks_ + chunk) * call_.heads + h) * features * values,
+                  values, features, values, state);
+        decays.set(call_.log_decay + place, call_.heads, count);
+        copy_rows(call_.v + place * values, distance, count, values, v);
+        copy_rows(call_.dy + place * values, distance, count, values, dy);
+        transpose(call_.v + place * values, distance, count, values, v_by_value, kChunk);
+
+        // The products of all pairs of steps
+        set_product<T>(count, kChunk / kLanes<T>, values, dy, of_v_, v_by_value, kChunk, decayed,
+                       kChunk);
+        for (int64_t i = 0; i < count; ++i) {
+          T* const row = decayed + i * kChunk;
+          multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
+                   kChunk);
+          multiply(row, decays.between + i * kChunk, row, kChunk);
+          multiply(row, shared.scores + i * kChunk, dsums + i * kChunk, kChunk);
+          add(row, dscores + i * kChunk, kChunk);
+        }
+        // ∂v_i = f_i ∂S k_i + Σ_t M_ti ∂y_t
+        T of_start[kChunk], of_end[kChunk], of_whole = 0;
+        set_product<T>(count, columns, features, shared.k, of_k_, dstate, of_v_, dv, of_v_);
+        for (int64_t i = 0; i < count; ++i) {
+          scale(dv + i * of_v_, decays.to_end[i], of_v_);
+          of_end[i] = dot(dv + i * of_v_, v + i * of_v_, of_v_);
+        }
+        add_product<T, true>(count, columns, count, weights, kChunk, dy, of_v_, dv, of_v_);
+        for (int64_t i = 0; i < count; ++i) {
+          std::copy_n(dv + i * of_v_, values, call_.dv + place * values + i * distance);
+        }
+        // e_t ∂y_t reads the state before the chunk.
+        set_product<T>(count, columns, features, shared.q, of_k_, state, of_v_, read, of_v_);
+        for (int64_t i = 0; i < count; ++i) {
+          scale(dy + i * of_v_, decays.from_start[i], of_v_);
+          of_start[i] = dot(dy + i * of_v_, read + i * of_v_, of_v_);
+          // f_i v_i is written to the state after the chunk.
+          for (int64_t f = 0; f < values; ++f) {
+            dy_by_value[f * kChunk + i] = dy[i * of_v_ + f];
+            v_by_value[f * kChunk + i] *= decays.to_end[i];
+          }
+        }
+        add_product<T>(features, kChunk / kLanes<T>, values, state, of_v_, dy_by_value, kChunk,
+                       dq_by_feature, kChunk);
+        add_product<T>(features, kChunk / kLanes<T>, values, dstate, of_v_, v_by_value, kChunk,
+                       dk_by_feature, kChunk);
+        // ∂S before the chunk
+        scale(dstate, decays.whole, of_state);
+        of_whole = dot(dstate, state, of_state);
+        add_product<T, true>(features, columns, count, shared.q, of_k_, dy, of_v_, dstate, of_v_);
+        set_dlog(dsums, of_start, of_end, of_whole, count, call_.dlog_decay + place, call_.heads);
+      }
+      // What all heads of the task add to ∂q and ∂k
+      set_product<T>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.k, of_k_, dq, of_k_);
+      std::fill_n(dk, kChunk * of_k_, T(0));
+      add_product<T, true>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.q, of_k_, dk,
+                           of_k_);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t to = (((b * parts_ + part) * time + t + i) * call_.key_heads + g) * features;
+        for (int64_t f = 0; f < features; ++f) {
+          call_.dq[to + f] = dq[i * of_k_ + f] + dq_by_feature[f * kChunk + i];
+          call_.dk[to + f] = dk[i * of_k_ + f] + dk_by_feature[f * kChunk + i];
+        }
+      }
+    }
+    for (int64_t n = 0; n < heads; ++n) {
+      const int64_t head = (b * call_.heads + first + n) * values * features;
+      transpose_back(dstates + n * of_state, of_v_, values, features, call_.dstate + head, features);
+    }
+  }
+
+  // The log decay of step s is in the sums of the pairs i < s ≤ t, of e_t for t ≥ s, of f_i for
+  // i < s, and of Π.
+  static void set_dlog(const T* dsums, const T* of_start, const T* of_end, T of_whole,
+                       int64_t count, T* dlog, int64_t distance) {
+    T later[kChunk] = {}, of_starts = 0;
+    for (int64_t s = count - 1; s >= 0; --s) {
+      add(dsums + s * kChunk, later, kChunk);
+      of_starts += of_start[s];
+      T sum = of_starts + of_whole;
+      for (int64_t i = 0; i < s; ++i) sum += later[i] + of_end[i];
+      dlog[s * distance] = sum;
+    }
+  }
+};
+
+template <template <typename> class JobOf, typename Call>
+void run_linear_attention(const Call& call, int64_t parts) {
+  // Each thread is worth its waking from about a million multiplications on.
+  const double products = double(call.batch) * double(call.heads) * double(call.time) *
+                          double(call.features) * double(call.values);
+  const int useful = 1 + int(products < 1e9 ? products / 1e6 : 1000);
+  const int threads = std::min(twinscan::threads(), useful);
+  run(std::make_shared<JobOf<typename Call::Real>>(call, threads, parts), threads);
+}
+
+}  // namespace twinscan::TWINSCAN_ISA
