@@ -332,6 +332,66 @@ ffi::Error run_linear_attention(int64_t parts, bool keep, ffi::RemainingArgs arg
   return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
 }
 
+// Reads the sizes from u and B, whose axes before the last two are rows of the batch. Without `keep`,
+// the forward kernel does not return the states before the chunks.
+template <template <typename> class Call>
+ffi::Error run_selective_scan(int64_t parts, bool keep, ffi::RemainingArgs arguments,
+                              ffi::RemainingRets results) {
+  const auto u = arguments.get<ffi::AnyBuffer>(0), B = arguments.get<ffi::AnyBuffer>(3);
+  if (!u || !B || u->dimensions().size() < 3 || B->dimensions().size() != u->dimensions().size()) {
+    return ffi::Error::InvalidArgument("expected u and B with as many dimensions");
+  }
+  const auto with_type = [&](auto call) {
+    using T = typename decltype(call)::Real;
+    const size_t axes = u->dimensions().size();
+    call.time = u->dimensions()[axes - 2];
+    call.features = u->dimensions()[axes - 1];
+    call.states = B->dimensions()[axes - 1];
+    call.batch = 1;
+    for (size_t axis = 0; axis + 2 < axes; ++axis) call.batch *= u->dimensions()[axis];
+    const int64_t b = call.batch, t = call.time, f = call.features, n = call.states;
+    const int64_t chunks = (t + kSelectiveScanChunk - 1) / kSelectiveScanChunk;
+    if (parts < 1) return ffi::Error::InvalidArgument("expected at least one part");
+    Buffers<T> buffers(arguments, results);
+    call.u = buffers.argument("u", {b, t, f});
+    call.dt = buffers.argument("dt", {b, t, f});
+    call.A = buffers.argument("A", {b, n, f});
+    call.B = buffers.argument("B", {b, t, n});
+    call.C = buffers.argument("C", {b, t, n});
+    call.reset = buffers.template argument<bool>("reset", {b, t});
+    if constexpr (decltype(call)::kForward) {
+      call.state = buffers.argument("state", {b, n, f});
+      call.y = buffers.result("y", {b, t, f});
+      call.last = buffers.result("last", {b, n, f});
+      if (keep) call.before = buffers.result("before", {b, chunks, n, f});
+    } else {
+      call.before = buffers.argument("before", {b, chunks, n, f});
+      call.dy = buffers.argument("dy", {b, t, f});
+      call.dlast = buffers.argument("dlast", {b, n, f});
+      call.du = buffers.result("du", {b, t, f});
+      call.ddt = buffers.result("ddt", {b, t, f});
+      call.dA = buffers.result("dA", {b, n, f});
+      call.dB = buffers.result("dB", {b, parts, t, n});
+      call.dC = buffers.result("dC", {b, parts, t, n});
+      call.dstate = buffers.result("dstate", {b, n, f});
+    }
+    ffi::Error error = buffers.error();
+    if constexpr (decltype(call)::kForward) {
+      if (error.success()) kernels<T>().selective_scan_forward(call, parts);
+    } else {
+      if (error.success()) kernels<T>().selective_scan_backward(call, parts);
+    }
+    return error;
+  };
+  try {
+    if (u->element_type() == ffi::F32) return with_type(Call<float>());
+    if (u->element_type() == ffi::F64) return with_type(Call<double>());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the gradients of a chunk");
+  }
+  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+}
+
 auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
 
 }  // namespace
@@ -361,4 +421,9 @@ TWINSCAN_EXPORT(twinscan_linear_attention_forward,
                 twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
 TWINSCAN_EXPORT(twinscan_linear_attention_backward,
                 run_linear_attention<twinscan::LinearAttentionBackward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_selective_scan<twinscan::SelectiveScanForward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_backward,
+                run_selective_scan<twinscan::SelectiveScanBackward>,
                 twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));

@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -58,37 +57,20 @@ struct Decays {
 // What the forward and the backward pass share: the division over threads, and the products q_t·k_i
 // of a chunk. A task has some of the heads that share a head of q and k, in one row of the batch.
 template <typename Call>
-class LinearAttentionJob : public Job {
+class LinearAttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
   LinearAttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
-      : call_(call),
+      : TaskJob(call.batch * call.key_heads * parts, threads, size_t(scratch) * sizeof(T)),
+        call_(call),
         parts_(parts),
         heads_per_key_(call.heads / call.key_heads),
         chunks_(ceil_div(call.time, kChunk)),
         of_k_(padded<T>(call.features)),
-        of_v_(padded<T>(call.values)),
-        tasks_(call.batch * call.key_heads * parts),
-        memory_(size_t(scratch) * sizeof(T) * threads + 64 * (threads + 1)),
-        progress_(tasks_) {
-    Arena arena(memory_.start());
-    for (int thread = 0; thread < threads; ++thread) scratch_.push_back(arena.take<T>(scratch));
-  }
-
-  void work(int thread) override {
-    for (int64_t task = 0; task < tasks_; ++task) {
-      if (!progress_[task].begin(0)) continue;
-      run_task(task, scratch_[thread]);
-      progress_[task].end(0);
-      wake();
-    }
-    for (int64_t task = 0; thread == 0 && task < tasks_; ++task) wait(progress_[task], 0);
-  }
+        of_v_(padded<T>(call.values)) {}
 
  protected:
-  virtual void run_task(int64_t task, T* scratch) = 0;
-
   // The arrays of a task that hold the steps of a chunk for all its heads.
   struct Shared {
     T *q, *k;           // (step, feature)
@@ -129,12 +111,6 @@ class LinearAttentionJob : public Job {
 
   const Call call_;
   const int64_t parts_, heads_per_key_, chunks_, of_k_, of_v_;
-
- private:
-  const int64_t tasks_;
-  std::vector<T*> scratch_;
-  const Memory memory_;
-  std::vector<Progress> progress_;
 };
 
 template <typename T>
@@ -152,7 +128,8 @@ class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForwa
                      padded<T>(call.values)) {}
 
  private:
-  void run_task(int64_t task, T* scratch) override {
+  void run_task(int64_t task, void* memory) override {
+    T* scratch = static_cast<T*>(memory);
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
     const int64_t features = call_.features, values = call_.values, time = call_.time;
@@ -226,7 +203,8 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
                      padded<T>(call.values)) {}
 
  private:
-  void run_task(int64_t task, T* scratch) override {
+  void run_task(int64_t task, void* memory) override {
+    T* scratch = static_cast<T*>(memory);
     const int64_t part = task % parts_;
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);

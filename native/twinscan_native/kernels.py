@@ -46,7 +46,8 @@ def loading_error() -> str | None:
         library = ctypes.CDLL(str(twinscan_native.path()))
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
-    for operator in (LSTM.name, GRU.name, RNN.name, "attention", "linear_attention"):
+    operators = "lstm", "gru", "rnn", "attention", "linear_attention", "selective_scan"
+    for operator in operators:
         for way in ("forward", "backward"):
             name = f"twinscan_{operator}_{way}"
             kernel = jax.ffi.pycapsule(getattr(library, name))
