@@ -428,7 +428,7 @@ def test_the_config_json_of_another_model_is_refused():
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
     """Writes a folder with random weights, and with zeros under other keys."""
     rng = np.random.default_rng(0)
-    model = config.build(rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
     drawn = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), nnx.state(model))
     nnx.update(model, drawn)
     weights = to_torch(model, layout)

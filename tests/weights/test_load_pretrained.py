@@ -154,7 +154,7 @@ def test_other_files_of_a_folder_are_ignored(form, others, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_is_read(form, tmp_path):
-    """The weights are bitwise equal. Many of them are zeros and ones."""
+    """The weights are bitwise equal."""
     read = load_pretrained(form(weights_of(RWKV7), tmp_path))
     assert read.config == RWKV7
     assert_same_weights(to_torch(read), weights_of(RWKV7))
