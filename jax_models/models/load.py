@@ -149,11 +149,13 @@ def config_of(
         found = [each for each in known if each.recognizes(weights)]
         found.sort(key=lambda each: not each.marks)  # marks are surer than common keys
     if not found and model_type is not None:
-        name, *_ = (fields or {}).get("architectures") or [model_type]
+        name, *_ = (fields or {}).get("architectures") or [None]
+        named = f" ({name})" if name else ""
         experts = ", a mixture of experts" if "moe" in str(model_type) else ""
         with_config = ", ".join(each.family for each in known if each.model_types)
         raise ValueError(
-            f"config.json: expected a model of {with_config}, got {name}{experts}{broken}"
+            f"config.json: model_type: expected that of {with_config}, got "
+            f"{model_type}{named}{experts}{broken}"
         )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:
