@@ -100,10 +100,17 @@ class Call(NamedTuple):
 
     call: Callable[[], Any]
     """The function to time, which waits for its results."""
-    result: Callable[[], Arrays] = dict
-    """Makes the first call, and returns its results under the oracle's names."""
+    result: Callable[[], Arrays] | None = None
+    """Makes the first call, and returns its results under the oracle's names. None: no results."""
     parts: int = 1
     """The number of repetitions in one call. The time of a call is divided by it."""
+
+    def first(self) -> Arrays:
+        """Makes the first call, and returns its results."""
+        if self.result is None:
+            self.call()
+            return {}
+        return self.result()
 
 
 class CannotSolve(Exception):  # noqa: N818
