@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "KERAS_BACKEND": "jax",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch is on the same device
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # so that the times to compile are those of compiling
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
@@ -83,7 +84,8 @@ class Workers:
         self.environment = dict(ENVIRONMENT)
         if platform:  # the variable does not accept "gpu", which is only a name for devices
             self.environment["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
-        self.platform, self.allocator = platform, allocator
+        self.platform = platform
+        self.allocator: Allocator = allocator
         self.cores = len(os.sched_getaffinity(0))  # before importing torch, which can reduce it
         self.context = multiprocessing.get_context("spawn")
         self.processes: dict[Framework, tuple[Any, Any]] = {}
