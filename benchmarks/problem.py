@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,8 @@ class Problem(abc.ABC):
     parts: tuple[str, ...] = (FORWARD, BOTH)
     rounds: int = 100
     """The largest number of bursts of each contender."""
+    num_busy: int = 0
+    """The number of busy processes that compete for the cores while the contenders are timed."""
     solved_by: tuple[str, ...] | None = None
     """The names of the contenders that solve it; None: all of its family."""
 
@@ -115,6 +118,12 @@ class Call(NamedTuple):
 
 class CannotSolve(Exception):  # noqa: N818
     """Raised by a contender that cannot solve a problem; the message says why."""
+
+
+def require_kernels() -> None:
+    """Raises `CannotSolve` if the kernels of twinscan-native are not installed."""
+    if not importlib.util.find_spec("twinscan_native"):
+        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
 
 
 class Contender(NamedTuple):
