@@ -185,8 +185,8 @@ struct Seen {
     return seen;
   }
 
-  // Whether some query does not see some key of a tile.
-  bool partial(int64_t start, int64_t end) const { return start < most || end > t + 1; }
+  // Whether some query from t on does not see some key of a tile.
+  bool partial(int64_t start, int64_t end, int64_t t) const { return start < most || end > t + 1; }
 };
 
 // Replaces the scores of the keys `start`, `start` + 1, … by −∞, except for the keys first … t.
@@ -211,7 +211,8 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
 
   AttentionForwardJob(const AttentionForward<T>& call, int threads)
       : Base(call, threads, call.batch * call.heads * ceil_div(call.time, kQueries),
-             kQueries * (padded<T>(call.features) + padded<T>(call.values) + kKeys<T> + 16)) {}
+             kQueries * (padded<T>(call.features) + padded<T>(call.values)) +
+                 kMostRows * kKeys<T>) {}
 
  private:
   // One tile of queries of one head. The last tiles see the most keys, and come first.
@@ -229,11 +230,11 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
     T* const scores = y + kQueries * of_v;
     T greatest[kQueries], sums[kQueries];
 
-    const T scale = 1 / std::sqrt(T(features));
+    const T factor = 1 / std::sqrt(T(features));
     for (int64_t i = 0; i < seen.count; ++i) {
       const T* const from = call_.q + ((b * time + t + i) * call_.heads + h) * features;
       prefetch(from, call_.heads * features, features);
-      for (int64_t f = 0; f < features; ++f) q[i * of_k + f] = from[f] * scale;
+      for (int64_t f = 0; f < features; ++f) q[i * of_k + f] = from[f] * factor;
       // The maximum stays finite, so that scores of −∞ have weight 0 even if all are −∞.
       greatest[i] = std::numeric_limits<T>::lowest();
       sums[i] = 0;
@@ -241,24 +242,27 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
     std::fill_n(y, seen.count * of_v, T(0));
 
     for (int64_t start = seen.first / kWidth<T> * kWidth<T>; start < seen.end; start += kKeys<T>) {
-      const int64_t end = std::min(start + kKeys<T>, seen.end), count = end - start;
-      const int64_t vectors = ceil_div(count, kLanes<T>);
-      for (int64_t s = start; s < end; s += kWidth<T>) {
-        set_product<T>(seen.count, ceil_div(std::min(kWidth<T>, end - s), kLanes<T>), features, q, of_k,
-                       keys.k_by_feature + s * features, kWidth<T>, scores + (s - start), kKeys<T>);
-      }
-      const bool partial = seen.partial(start, start + vectors * kLanes<T>);
-      for (int64_t i = 0; i < seen.count; ++i) {
-        T* const row = scores + i * kKeys<T>;
-        if (partial) mask(row, vectors, start, first[t + i], t + i);
-        const T faded = soften(row, vectors, greatest[i], sums[i]);
-        if (faded == 1) continue;
-        for (int64_t v = 0; v < of_v; v += kLanes<T>) {
-          store(y + i * of_v + v, faded * load(y + i * of_v + v));
+      // The scores of some rows stay in the first-level cache, and end with the last key that they see.
+      for (int64_t r = 0; r < seen.count; r += kMostRows) {
+        const int64_t rows = std::min<int64_t>(kMostRows, seen.count - r);
+        const int64_t end = std::min(start + kKeys<T>, t + r + rows), count = end - start;
+        if (count <= 0) continue;
+        const int64_t vectors = ceil_div(count, kLanes<T>);
+        for (int64_t s = 0; s < count; s += kWidth<T>) {
+          set_product<T>(rows, ceil_div(std::min(kWidth<T>, count - s), kLanes<T>), features,
+                         q + r * of_k, of_k, keys.k_by_feature + (start + s) * features, kWidth<T>,
+                         scores + s, kKeys<T>);
         }
+        const bool partial = seen.partial(start, start + vectors * kLanes<T>, t + r);
+        for (int64_t i = 0; i < rows; ++i) {
+          T* const row = scores + i * kKeys<T>;
+          if (partial) mask(row, vectors, start, first[t + r + i], t + r + i);
+          const T faded = soften(row, vectors, greatest[r + i], sums[r + i]);
+          if (faded != 1) scale(y + (r + i) * of_v, faded, of_v);
+        }
+        add_product<T>(rows, of_v / kLanes<T>, count, scores, kKeys<T>, keys.v + start * of_v, of_v,
+                       y + r * of_v, of_v);
       }
-      add_product<T>(seen.count, of_v / kLanes<T>, count, scores, kKeys<T>, keys.v + start * of_v,
-                     of_v, y, of_v);
     }
 
     for (int64_t i = 0; i < seen.count; ++i) {
@@ -367,7 +371,7 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
           set_product<T>(seen.count, of_panel, values, dy + t * of_v, of_v,
                          keys.v_by_feature + (from + s) * values, kWidth<T>, dscores + s, kKeys<T>);
         }
-        const bool partial = seen.partial(from, from + vectors * kLanes<T>);
+        const bool partial = seen.partial(from, from + vectors * kLanes<T>, t);
         for (int64_t i = 0; i < seen.count; ++i) {
           T* const row = weights + i * kKeys<T>;
           T* const drow = dscores + i * kKeys<T>;

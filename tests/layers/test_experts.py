@@ -110,8 +110,8 @@ def test_a_call_is_refused():
     ):
         divided(x)
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((3,), ("model",)))
-    with mesh, pytest.raises(ValueError, match=r"^experts_axis: .* num_experts=8, got 3$"):
-        divided(x)
+    with mesh, pytest.raises(ValueError, match=r"^experts_axis: .* num_experts=8, got 3\b"):
+        jax.eval_shape(divided, x)  # nothing is computed under an abstract mesh
 
 
 def compare_divided_model() -> None:
