@@ -260,6 +260,7 @@ ROPE = "rope_parameters"
         (MINIMAX | {"rotary_dim": 2}, "rotary_fraction", 0.5),
         (MINIMAX | {"rotary_dim": 2, "head_dim": 8}, "rotary_fraction", 0.25),
         (MINIMAX | {"rotary_dim": 30, "head_dim": 44}, "rotary_features", 30),
+        (MINIMAX, "expert_features", 20),
         (MINIMAX | {"num_experts": 5}, "num_experts", 5),
         (MINIMAX_FILE, "block_types", (LINEAR, LINEAR, FULL)),
         (MINIMAX_FILE, "full_alpha", 2.0),
@@ -546,7 +547,15 @@ MODELS = {
     "zamba2": zamba2,
     "jamba": jamba,
     "jamba with experts": replace(jamba, num_experts=4),
-    "minimax": MiniMaxLanguageModelConfig(**small, block_types=(LINEAR, FULL), num_experts=4),
+    "minimax": MiniMaxLanguageModelConfig(
+        vocab_size=11,
+        features=8,
+        num_layers=2,
+        num_heads=2,
+        block_types=(LINEAR, FULL),
+        num_experts=4,
+        expert_features=7,
+    ),
     "granitemoehybrid": granite,
     "granitemoehybrid with experts": replace(
         granite, num_experts=4, experts_per_token=3, expert_features=5
