@@ -25,11 +25,11 @@ from jax_models.models.hybrid import (
     experts_sizes,
     model_layouts,
 )
-from jax_models.models.qwen3_5 import side_by_side
 from jax_models.ops.rotary import checked_rotated
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, ignored, layouts_of, linear, rms_norm
+from jax_models.weights.rows import side_by_side
 
 EXPERTS = ExpertsKeys(
     "mlp.gate.weight",
