@@ -127,7 +127,9 @@ def compare_part(
     # Disturbed bursts are repeated, but at most once on average.
     rounds = min(session.rounds, problem.rounds)
     max_rounds = rounds if session.quick else 2 * rounds
-    timings = session.workers.time(list(prepared), rounds=rounds, max_rounds=max_rounds)
+    timings = session.workers.time(
+        list(prepared), rounds=rounds, max_rounds=max_rounds, num_busy=problem.num_busy
+    )
     # Compare the times with the limits of the machine, and the results with the oracle.
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():

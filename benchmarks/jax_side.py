@@ -25,7 +25,7 @@ def prepare(
 def prepare_call(solution: Call) -> tuple[Callable[[], Any], int, Prepared]:
     """Prepares a call. The time to compile is that of the first call minus that of the second."""
     start = time.perf_counter()
-    result = solution.result()
+    result = solution.first()
     middle = time.perf_counter()
     solution.call()
     seconds = (middle - start) - (time.perf_counter() - middle)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,8 @@ class Problem(abc.ABC):
     parts: tuple[str, ...] = (FORWARD, BOTH)
     rounds: int = 100
     """The largest number of bursts of each contender."""
+    num_busy: int = 0
+    """The number of busy processes that compete for the cores while the contenders are timed."""
     solved_by: tuple[str, ...] | None = None
     """The names of the contenders that solve it; None: all of its family."""
 
@@ -100,14 +103,27 @@ class Call(NamedTuple):
 
     call: Callable[[], Any]
     """The function to time, which waits for its results."""
-    result: Callable[[], Arrays] = dict
-    """Makes the first call, and returns its results under the oracle's names."""
+    result: Callable[[], Arrays] | None = None
+    """Makes the first call, and returns its results under the oracle's names. None: no results."""
     parts: int = 1
     """The number of repetitions in one call. The time of a call is divided by it."""
+
+    def first(self) -> Arrays:
+        """Makes the first call, and returns its results."""
+        if self.result is None:
+            self.call()
+            return {}
+        return self.result()
 
 
 class CannotSolve(Exception):  # noqa: N818
     """Raised by a contender that cannot solve a problem; the message says why."""
+
+
+def require_kernels() -> None:
+    """Raises `CannotSolve` if the kernels of twinscan-native are not installed."""
+    if not importlib.util.find_spec("twinscan_native"):
+        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
 
 
 class Contender(NamedTuple):

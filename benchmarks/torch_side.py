@@ -15,7 +15,7 @@ def prepare(
 ) -> tuple[Callable[[], Any], int, Prepared]:
     """A function to time, the number of repetitions in one call, and the result."""
     if isinstance(solution, Call):
-        return solution.call, solution.parts, Prepared(None, None, solution.result())
+        return solution.call, solution.parts, Prepared(None, None, solution.first())
     leaves = {
         name: x if isinstance(x, torch.Tensor) else torch.tensor(x, requires_grad=True)
         for name, x in solution.params.items()

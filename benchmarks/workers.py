@@ -10,9 +10,11 @@ import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ ENVIRONMENT = {
     "KERAS_BACKEND": "jax",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch is on the same device
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # so that the times to compile are those of compiling
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
@@ -37,6 +40,14 @@ QUIET_LOAD = 0.05
 """The share of the cores that other processes may use in a burst that counts."""
 SLOW_RATIO = 2.5
 """The ratio to the fastest contender above which two bursts are enough."""
+COUNT = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(10**6):
+        pass
+"""
+"""The program of a busy process, which also ends if this process is killed."""
 CLOCK_ERROR = 0.02
 """The error of the system's clocks of processor time, in seconds."""
 
@@ -83,7 +94,8 @@ class Workers:
         self.environment = dict(ENVIRONMENT)
         if platform:  # the variable does not accept "gpu", which is only a name for devices
             self.environment["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
-        self.platform, self.allocator = platform, allocator
+        self.platform = platform
+        self.allocator: Allocator = allocator
         self.cores = len(os.sched_getaffinity(0))  # before importing torch, which can reduce it
         self.context = multiprocessing.get_context("spawn")
         self.processes: dict[Framework, tuple[Any, Any]] = {}
@@ -194,20 +206,42 @@ class Workers:
         return self.call(framework, _prepare, module, name, problem, part)
 
     def time(
-        self, contenders: list[tuple[Framework, str]], *, rounds: int, max_rounds: int
+        self,
+        contenders: list[tuple[Framework, str]],
+        *,
+        rounds: int,
+        max_rounds: int,
+        num_busy: int = 0,
     ) -> dict[tuple[Framework, str], Timing]:
-        """Times prepared contenders, in up to `max_rounds` rounds if other processes run."""
+        """Times prepared contenders, in up to `max_rounds` rounds if other processes run.
+
+        With `num_busy`, it starts so many busy processes, and all bursts count.
+        """
+        quiet_load = np.inf if num_busy else QUIET_LOAD
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
-        for turn in range(max_rounds):
-            fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
-            for key, found in bursts.items():
-                quiet = sum(burst.others <= QUIET_LOAD for burst in found)
-                slow = turn >= 2 and median(found) > SLOW_RATIO * fastest
-                if quiet < (2 if slow else rounds):
-                    found.append(self.call(key[0], _burst, key[1]))
+        with busy_processes(num_busy):
+            for turn in range(max_rounds):
+                fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
+                for key, found in bursts.items():
+                    quiet = sum(burst.others <= quiet_load for burst in found)
+                    slow = turn >= 2 and median(found) > SLOW_RATIO * fastest
+                    if quiet < (2 if slow else rounds):
+                        found.append(self.call(key[0], _burst, key[1]))
         for framework, _ in contenders:
             self.call(framework, _forget)
-        return {key: timing(found) for key, found in bursts.items()}
+        return {key: timing(found, quiet_load) for key, found in bursts.items()}
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Starts processes that count, and ends them."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", COUNT]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def median(bursts: list[Burst]) -> float:
@@ -215,9 +249,9 @@ def median(bursts: list[Burst]) -> float:
     return float(np.median([t for burst in bursts for t in burst.times]))
 
 
-def timing(bursts: list[Burst]) -> Timing:
+def timing(bursts: list[Burst], quiet_load: float = QUIET_LOAD) -> Timing:
     """The median over the quiet bursts, or over the quietest half if fewer than two are quiet."""
-    kept = [burst for burst in bursts if burst.others <= QUIET_LOAD]
+    kept = [burst for burst in bursts if burst.others <= quiet_load]
     disturbed = len(kept) < 2
     if disturbed:
         kept = sorted(bursts, key=lambda burst: burst.others)[: (len(bursts) + 1) // 2]

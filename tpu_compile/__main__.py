@@ -48,9 +48,10 @@ class Arguments:
     Needs no TPU. Of each class of layers and each `method`, the first case of the registry is
     compiled twice: its forward pass alone, and with the gradients of its weights. The first
     language model with each kind of blocks is compiled once, with the gradients. The training step
-    of the preset is compiled for one chip and for 256, that of a model with a billion parameters
-    for 256, and that on a million tokens for 16. By default, all are compiled for a v5e, and the
-    kernels also for a v6e, because nothing else depends on the kind of chip.
+    of the preset is compiled for one chip and for 256, that of 2 blocks of a model with a billion
+    parameters for 256, and that of 2 blocks on a million tokens for 16. By default, all are
+    compiled for a v5e, and the kernels also for a v6e, because nothing else depends on the kind of
+    chip.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -60,8 +61,9 @@ class Arguments:
     """Only this kind of chip; may be given several times."""
     preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
     """The preset of `python -m train` whose training step is compiled."""
-    hybrids: bool = False
-    """Compile only the training steps of hybrids of published sizes, which takes minutes."""
+    large: bool = False
+    """Compile only the training steps of large models with all their blocks: a billion parameters,
+    a million tokens, and hybrids of published sizes. Takes minutes."""
     rows: int | None = None
     """Rows of a batch on each chip; by default as many as the preset's batch has."""
     json: Path | None = None
@@ -75,9 +77,9 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         parts = arguments.case
         return not parts or any(part.lower() in name.lower() for part in parts)
 
-    if arguments.hybrids:
+    if arguments.large:
         yield from (
-            each for each in sharded_programs(libtpu.topology, hybrids=True) if asked_for(each.name)
+            each for each in sharded_programs(libtpu.topology, large=True) if asked_for(each.name)
         )
         return
     # The programs that take longest come first, so that no core is idle at the end.

@@ -1,5 +1,6 @@
 """Training steps that are too large for one chip, and checks of their collectives."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -68,18 +69,27 @@ PADDING = 0.01
 
 
 def sharded_programs(
-    topology: Callable[[str], Topology], *, hybrids: bool = False
+    topology: Callable[[str], Topology], *, large: bool = False
 ) -> Iterator[Program]:
-    """The training steps of Hawk or of published hybrids, each for the chips that it needs."""
-    of_hawk = (
+    """The training steps of Hawk and, if `large`, of published hybrids.
+
+    Hawk has 2 blocks unless `large`. Every further block exchanges the same again, and takes longer
+    to compile.
+    """
+    of_hawk = [
         ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE_MODEL, parameter_faults),
         ("Hawk on a million tokens", "v5e:4x4", LONG_SEQUENCES, time_faults),
-    )
+    ]
     of_published = [
         (name, "v5e:4x4", TrainConfig(model, **ON_16_CHIPS), parameter_faults)
         for name, model in published_models(remat="full").items()
     ]
-    for name, chips, config, faults in of_published if hybrids else of_hawk:
+    for name, chips, config, faults in of_hawk + of_published if large else of_hawk:
+        if not large:
+            name = f"2 blocks of {name}"
+            config = dataclasses.replace(
+                config, model=dataclasses.replace(config.model, num_layers=2)
+            )
         mesh, devices = config.mesh, topology(chips).chips
         yield Program(
             name,

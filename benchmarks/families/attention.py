@@ -1,7 +1,6 @@
 """Causal attention."""
 
 import dataclasses
-import importlib.util
 from functools import partial
 
 import jax
@@ -10,11 +9,11 @@ import numpy as np
 from benchmarks.problem import (
     FORWARD,
     OURS,
-    CannotSolve,
     Contenders,
     Problem,
     Work,
     operator,
+    require_kernels,
 )
 from jax_models.ops import attention
 
@@ -124,8 +123,7 @@ def ours(problem: Attention):
 @contenders.jax(f"{OURS}, native")
 def ours_native(problem: Attention):
     """Our operator by the kernels of twinscan-native."""
-    if not importlib.util.find_spec("twinscan_native"):
-        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
+    require_kernels()
     return by_method(problem, "native")
 
 

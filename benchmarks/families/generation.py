@@ -1,15 +1,17 @@
 """A generated token, sampling included.
 
 The time beyond that of the same steps in one compiled loop of 200 is overhead. Tokens are generated
-right after a prompt of one token, and late in a long text. The greedy tokens of an RWKV-7, one or
-sixteen rows at once, are compared with those of the package `rwkv`, which accepts one row at a
-time.
+right after a prompt of one token, and late in a long text. The greedy tokens of larger models are
+compared with those of the package `rwkv`, which accepts one row at a time, or with those of
+transformers and its cache, and with our steps without `generate`.
 """
 
 import dataclasses
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,22 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.compare import Session, compare
+from benchmarks.models import large_configs
 from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Call, Contenders, Problem
-from jax_models import LanguageModel, RWKV7LanguageModelConfig, generate, stream
+from jax_models import LanguageModel, generate, stream
+from jax_models.models.decoder import padded_length
 from jax_models.models.sampling import sample
 from train.run.config import PRESETS
 
 PART, GREEDY_PART = "a token", "a step of all rows"
 LOOP = f"{OURS}, one compiled loop"
-LATER, TORCH_LOOP, PACKAGE = f"{OURS}, later", "torch loop", "rwkv"
+LATER, TORCH_LOOP = f"{OURS}, later", "torch loop"
+STEPS, PACKAGE, TRANSFORMERS = f"{OURS}, step by step", "rwkv", "transformers"
 MAX_OVERHEAD = 60
 """The largest allowed overhead, in microseconds per token."""
+MAX_STEPS_RATIO = 1.15
+"""The largest allowed ratio of the time of `generate` to that of as many steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +67,27 @@ class Generation(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(Problem):
-    """An RWKV-7 with random weights, and the rows that it continues."""
+    """A model with random weights, and the rows that it continues."""
 
-    config: RWKV7LanguageModelConfig
+    config: Any
+    """The config of the model."""
     batch: int
+    solved_by: tuple[str, ...] | None
     num_tokens: int = 64
     parts = (GREEDY_PART,)
     rounds = 5
-    solved_by = (OURS, PACKAGE)
 
     @property
     def name(self) -> str:
-        """The sizes, in a few words."""
-        layers, features = self.config.num_layers, self.config.features
-        return f"{layers} layers of {features}, batch {self.batch}"
+        """The architecture and the sizes, in a few words."""
+        config = self.config
+        sizes = f"{config.num_layers} layers of {config.features}, batch {self.batch}"
+        return f"{config.family}, {sizes}"
 
     def targets(self, part, platform):
         """The largest allowed ratios of our time to the peers'."""
-        return {PACKAGE: 1.0} if platform == "cpu" and self.config.features >= 768 else {}
+        is_large = self.config.features >= 768
+        return {PACKAGE: 1.0, TRANSFORMERS: 1.05} if platform == "cpu" and is_large else {}
 
 
 def presets(quick: bool) -> list[Generation]:
@@ -87,15 +97,19 @@ def presets(quick: bool) -> list[Generation]:
     return [Generation(name, late=10_000) for name in ("lstm", "hawk", "rwkv")]
 
 
+def greedy(quick: bool) -> list[Greedy]:
+    """Models with 12 layers of 768 and their peers, or two tiny models in a quick run."""
+    sizes = {"num_layers": 1, "features": 192} if quick else {}
+    rwkv, *others = large_configs(**sizes).values()
+    return [
+        *(Greedy(rwkv, batch, (OURS, STEPS, PACKAGE)) for batch in ((2,) if quick else (1, 16))),
+        *(Greedy(config, 1, (OURS, STEPS, TRANSFORMERS)) for config in others[: 1 if quick else 4]),
+    ]
+
+
 def problems(quick: bool) -> list[Generation | Greedy]:
-    """The presets, and RWKV-7 with the sizes of World 0.1B, or a tiny one in a quick run."""
-    if quick:
-        return [
-            *presets(quick),
-            Greedy(RWKV7LanguageModelConfig(300, features=64, num_layers=2), 2),
-        ]
-    world = RWKV7LanguageModelConfig(65_536, features=768, num_layers=12)
-    return [*presets(quick), *(Greedy(world, batch) for batch in (1, 16))]
+    """The presets, and the larger models."""
+    return [*presets(quick), *greedy(quick)]
 
 
 contenders = Contenders()
@@ -113,7 +127,7 @@ def _tokens(problem: Generation, skip: int) -> Call:
         for _ in islice(endless, problem.num_tokens):
             pass
 
-    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, parts=problem.num_tokens)
 
 
 @contenders.jax(OURS)
@@ -127,6 +141,28 @@ def ours(problem: Generation | Greedy) -> Call:
     def call():
         tokens = generate(model, prompt, problem.num_tokens, key=jax.random.key(0), temperature=0)
         np.asarray(tokens)
+
+    return Call(call, parts=problem.num_tokens)
+
+
+@contenders.jax(STEPS)
+def step_by_step(problem: Greedy) -> Call:
+    """Our compiled step, called for one token after the other."""
+    model = problem.config.build(rngs=nnx.Rngs(0))
+    size = padded_length(1 + problem.num_tokens, sys.maxsize)  # of the cache, as in `generate`
+    model = nnx.view(model, raise_if_not_found=False, max_length=size)
+    graphdef, params = nnx.split(model)
+
+    @partial(jax.jit, donate_argnums=2)
+    def step(params, token, state):
+        logits, state = nnx.merge(graphdef, params).step(token, state)
+        return jnp.argmax(logits, axis=-1).astype(token.dtype), state
+
+    def call():
+        token, state = jnp.ones(problem.batch, jnp.int32), model.init_state(problem.batch)
+        for _ in range(problem.num_tokens):
+            token, state = step(params, token, state)
+        np.asarray(token)
 
     return Call(call, parts=problem.num_tokens)
 
@@ -157,7 +193,7 @@ def loop(problem: Generation) -> Call:
     def call():
         jax.block_until_ready(run(params, jnp.zeros(1, jnp.int32), jax.random.key(0)))
 
-    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, parts=problem.num_tokens)
 
 
 @contenders.torch(TORCH_LOOP)
@@ -179,7 +215,7 @@ def torch_loop(problem: Generation) -> Call:
             token = torch.multinomial(torch.softmax(logits[:, -1], dim=-1), num_samples=1)
         token.item()
 
-    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, parts=problem.num_tokens)
 
 
 @contenders.torch(PACKAGE)
@@ -208,9 +244,33 @@ def rwkv_package(problem: Greedy) -> Call:
     return Call(call, parts=problem.num_tokens)
 
 
+@contenders.torch(TRANSFORMERS)
+def transformers_loop(problem: Greedy) -> Call:
+    """The model of transformers, which carries its cache from token to token."""
+    import torch
+    from transformers.models.auto import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**problem.config.to_hf())
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+
+    @torch.no_grad()
+    def call():
+        token, cache = torch.ones(problem.batch, 1, dtype=torch.long), None
+        for _ in range(problem.num_tokens):
+            found = model(token, cache=cache, use_cache=True)
+            token, cache = found.logits[:, -1:].argmax(-1), found.cache
+        token.tolist()
+
+    return Call(call, parts=problem.num_tokens)
+
+
 def measure(session: Session) -> Outcome:
-    """Measures all contenders, and checks the overhead."""
+    """Measures all contenders, and checks the overheads."""
     outcome = compare(session, __name__, contenders, problems(session.quick))
+    for problem in greedy(session.quick):
+        ours, steps = (outcome.row(problem.name, GREEDY_PART, name).ms for name in (OURS, STEPS))
+        what = f"{OURS} / {STEPS}"
+        outcome.checks.append(Check(problem.name, GREEDY_PART, what, ours / steps, MAX_STEPS_RATIO))
     for problem in presets(session.quick):
         ours, alone = (outcome.row(problem.name, PART, name).ms for name in (OURS, LOOP))
         outcome.checks.append(

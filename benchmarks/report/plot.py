@@ -1,5 +1,6 @@
 """Draws a family."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -7,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.outcome import Row
+from benchmarks.problem import OURS
 from benchmarks.report.table import milliseconds
 
 matplotlib.use("Agg")
@@ -68,6 +70,38 @@ def _bars(panel, found: RowsByAllocator) -> None:
     panel.margins(x=0.2)
     panel.set_xlabel("ms", fontsize=8)
     panel.tick_params(labelsize=8)
+
+
+def ratios(found: RowsByAllocator, title: str, lines: Mapping[str, str], against: str) -> Figure:
+    """Draws our time over that of a contender, with a panel for each part.
+
+    `lines` maps the name of each problem to the line on which it is drawn.
+    """
+    labels = list(dict.fromkeys(lines.values()))
+    parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for panel, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+        for rows in found.values():
+            times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
+            measured = [
+                problem
+                for problem, name in times
+                if name == OURS and (problem, against) in times and problem in lines
+            ]
+            panel.plot(
+                [times[problem, OURS] / times[problem, against] for problem in measured],
+                [labels.index(lines[problem]) for problem in measured],
+                "o",
+                alpha=0.5,
+            )
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        panel.set_yticks(range(len(labels)), labels)
+        panel.invert_yaxis()
+        panel.set_xlabel(f"{part}: our time / that of {against}")
+    figure.suptitle(title)
+    return figure
 
 
 def draw(figure: Figure, path: Path) -> None:

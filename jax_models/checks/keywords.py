@@ -122,7 +122,7 @@ SUGGESTIONS: list[tuple[str, tuple[str, ...]]] = [
         ),
     ),
     ("promote_dtype", ("dtype is that of the computation, param_dtype that of the parameters",)),
-    ("torch_dtype", ("param_dtype",)),
+    ("torch_dtype", ("param_dtype", "vocab_size: did you mean param_dtype?")),
     ("name parent", ("modules of Flax NNX have no names",)),
     # initialization
     (

@@ -152,7 +152,8 @@ class MLSTM(SequenceLayer[MLSTMState]):
         cell = jnp.concatenate([state.cell, state.normalizer[:, :, None]], axis=2)
         y, cell = ops.gated_delta_rule(
             q,
-            jnp.exp(i - after)[..., None] * k.astype(i.dtype),
+            # In the padding, m stays, so that i may be much larger.
+            jnp.exp(rows.masked(i - after))[..., None] * k.astype(i.dtype),
             jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1),
             log_f + (before - after),  # m may be much larger than the decay
             None,

@@ -221,9 +221,15 @@ class WindowConfig(HybridConfig):
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps a window of null, which no block can have."""
+        """Refuses a window of null if some blocks have one."""
+        fields = super().converted(given, config)
         window = config.get("sliding_window", cls.window)
-        return super().converted(given, config) | {"window": window}
+        if window is None and SLIDING in fields["block_types"]:
+            raise ValueError(
+                f"config: sliding_window: expected an integer, because layer_types has {SLIDING}, "
+                "got None"
+            )
+        return fields | ({} if window is None else {"window": window})
 
     def attention(self, **options: Any) -> SequenceLayer:
         return super().attention(**{"window": None} | options)

@@ -69,9 +69,9 @@ def load_pretrained(
         path: the checkpoint file, or the folder that contains it.
         dtype: dtype of the computation. None: the dtype of the parameters, except that parameters
             in float16 are computed in float32, because RWKV-4 overflows in float16.
-        param_dtype: dtype of the parameters. None: the widest dtype in the file, except that the
-            decays and norms of a Gated DeltaNet keep a wider dtype of their own. A narrower dtype
-            rounds the weights.
+        param_dtype: dtype of the parameters. None: the widest dtype in the file, except that a few
+            weights of some models, such as the decays of a Mamba or a Gated DeltaNet, keep a wider
+            dtype of their own. A narrower dtype rounds the weights.
         sharding: a function that maps the path and the shape of a parameter to its sharding, such
             as `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`. A
             process reads only the experts that its devices hold, except from orbax.
@@ -149,11 +149,13 @@ def config_of(
         found = [each for each in known if each.recognizes(weights)]
         found.sort(key=lambda each: not each.marks)  # marks are surer than common keys
     if not found and model_type is not None:
-        name, *_ = (fields or {}).get("architectures") or [model_type]
+        name, *_ = (fields or {}).get("architectures") or [None]
+        named = f" ({name})" if name else ""
         experts = ", a mixture of experts" if "moe" in str(model_type) else ""
         with_config = ", ".join(each.family for each in known if each.model_types)
         raise ValueError(
-            f"config.json: expected a model of {with_config}, got {name}{experts}{broken}"
+            f"config.json: model_type: expected that of {with_config}, got "
+            f"{model_type}{named}{experts}{broken}"
         )
     # The weights may be in an entry of the state_dict or under a prefix, so the error says where.
     if not found:

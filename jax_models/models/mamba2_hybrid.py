@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from jax_models.checks.values import check_divides
 from jax_models.layers.attention import Attention
 from jax_models.layers.mamba2 import Mamba2, checked_limits
 from jax_models.models.architecture import Checkpoint, Fields
@@ -73,7 +74,9 @@ class Mamba2HybridConfig(HybridConfig):
         """Fills in sizes that depend on others."""
         inner, heads = cls.inner_features(given, config), given["mamba_n_heads"]
         size = given.get("mamba_d_head", "auto")
-        size = inner // heads if size == "auto" else size
+        if size == "auto":
+            check_divides("config: number of heads of a Mamba-2", heads, "its width", inner)
+            size = inner // heads
         if size * heads != inner:
             raise ValueError(
                 "config: mamba_d_head: expected the width of the Mamba-2 / mamba_n_heads = "

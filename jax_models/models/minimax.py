@@ -168,7 +168,8 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
             return fields
         size = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
         rotated = checked_rotated("config: rotary_dim", given["rotary_dim"], size)
-        # Another fraction may also give this number.
+        # Keep the fraction of the file if it gives this number, so that the config.json is written
+        # back unchanged.
         fraction = given.get("partial_rotary_factor", 1.0)
         return fields | {
             "rotary_fraction": fraction if round(size * fraction) == rotated else rotated / size

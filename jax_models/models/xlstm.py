@@ -62,7 +62,8 @@ HF = Layout(
 
 
 def _factor(size: int, features: int) -> float:
-    """The number whose product with the features, rounded down, is this size."""
+    """A factor f with `int(f · features) == size`, as transformers computes the size."""
+    # The product may be rounded to just below the size, and `int` then returns one less.
     factor = size / features
     return factor if int(features * factor) == size else math.nextafter(factor, math.inf)
 
@@ -148,7 +149,7 @@ class XLSTMLanguageModelConfig(HFConfig):
         return nnx.initializers.normal(math.sqrt(2 / (5 * self.features)))
 
     def out_init(self, inputs: int) -> Initializer:
-        """The initializer of matrices to the residual stream, which adds up those of all blocks."""
+        """The initializer of the matrices whose products are added to the residual stream."""
         return nnx.initializers.normal(2 / self.num_layers / math.sqrt(inputs))
 
     def block(self, **options: Unpack[LayerOptions]) -> HybridBlock:

@@ -45,7 +45,10 @@ HYBRIDS = (*range(6, 43, 6), 47, 51)
 
 
 def _num_shared_blocks(checkpoint: Checkpoint) -> int:
-    """The distance between the numbers of the adapters in a shared transformer."""
+    """The distance between the numbers of the adapters in a shared transformer.
+
+    With 2 transformers and 4 hybrid blocks, for example, transformer 0 has adapters 0 and 2.
+    """
     count = sum(checkpoint.in_blocks("*.linear.weight"))
     lowest, *others = (
         checkpoint.in_blocks(f"*.{MLP_ADAPTERS}.{number}.0.weight") for number in range(count)
@@ -328,7 +331,11 @@ class Zamba2Block(SequenceLayer[Any]):
         return self.mamba.init_state(batch_size)
 
     def split(self, x):
-        """Returns the pair of x and e, or in the lowest block e alone."""
+        """Returns the pair of x and e, or in the lowest block e alone.
+
+        A block that runs by itself receives x and e side by side. A language model splits only the
+        input of its lowest block.
+        """
         return x if self.is_lowest else tuple(jnp.split(x, 2, axis=-1))
 
     def streams(self, x: Any) -> Any:

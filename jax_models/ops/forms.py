@@ -61,6 +61,13 @@ class Form(NamedTuple):
     """
 
 
+def refuses_symbolic(*sizes: Any) -> str | None:
+    """Returns why a form refuses these sizes, or None if all of them are known."""
+    if any(map(is_symbolic_dim, sizes)):
+        return "it takes known sizes, not the symbolic ones of jax.export"
+    return None
+
+
 def not_installed(name: str, package: str, command: str) -> Form:
     """Stands for a form of a package that is not installed. `command` installs the package."""
     reason = f"the package {package} is not installed ({command})"
@@ -113,7 +120,7 @@ class Operator(NamedTuple):
             return self._with_auto_axes(call, method, explicit_axes)
         if _recording.value is not None:
             _recording.value.calls.append((self, call, method))
-            with _recording(None):  # what the form calls is its own affair
+            with _recording(None):  # operators that the form calls are not recorded
                 return self(call, method)
         # A form that was asked for by name runs on any platform, or raises an error.
         if self.checked_method(method) != "auto":

@@ -146,7 +146,8 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
             raise ValueError(f"{files[0].name}: expected files of its folder, got {name}")
         parts.setdefault(folder / name, []).append(key)  # pyright: ignore[reportOptionalMemberAccess]
     for part in parts:
-        part.stat()
+        if not part.exists():
+            raise FileNotFoundError(f"{files[0].name}: it lists {part.name}, which is missing")
     return parts
 
 

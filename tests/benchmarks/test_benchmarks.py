@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -269,3 +270,4 @@ def test_bursts_beside_other_processes_do_not_count():
     quiet, loud = Burst([1.0, 3.0], 0.0), Burst([90.0], 0.5)
     assert timing([quiet, loud, quiet]) == (2.0, 4, False)
     assert timing([loud, quiet, Burst([4.0], 0.2)]) == (3.0, 3, True)
+    assert timing([loud, quiet, loud], quiet_load=math.inf) == (46.5, 4, False)

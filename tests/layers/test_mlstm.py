@@ -17,24 +17,29 @@ SIGNS = np.stack(
      [RANDOM, RANDOM[::-1]]], axis=0
 )  # fmt: skip
 """The signs of i and f in each row."""
+BIASES = np.array([60.0, 0.0])
+"""In the padding, x is 0, and so i is large, while m may be −80."""
+LENGTHS = np.full(2 * len(SIGNS), 450)
 
 
 def test_large_gates_lose_no_digits_in_float32():
     """exp(80) would overflow, and a sum of all log σ(f) would leave m few digits."""
-    gates = np.concatenate([15 * SIGNS, 1e4 * SIGNS]).swapaxes(1, 2)  # the caps make it ±14.8, ±80
+    # The caps make the gates ±14.8 and ±80.
+    gates = np.concatenate([15 * SIGNS, 1e4 * SIGNS]).swapaxes(1, 2) - BIASES
     others = np.random.default_rng(1).standard_normal((len(gates), TIME, 6))
     inputs = np.concatenate([gates, others], axis=2)
 
     def results(dtype):
         layer = MLSTM(8, num_heads=1, gate_soft_cap=80.0, dtype=dtype, rngs=nnx.Rngs(0))
-        for row, gate in enumerate([layer.i_proj, layer.f_proj]):
+        for row, (gate, bias) in enumerate(zip([layer.i_proj, layer.f_proj], BIASES, strict=True)):
             gate.kernel[...] = gate.kernel[...].at[row].set(1)
-            gate.bias[...] = jnp.zeros_like(gate.bias[...])
+            gate.bias[...] = jnp.full_like(gate.bias[...], bias)
         for matrix in (layer.q_proj, layer.k_proj, layer.v_proj):
             matrix.kernel[...] = matrix.kernel[...].at[:2].set(0)
 
         def loss(x):
-            y, _ = layer(x)
+            y, _ = layer(x, lengths=LENGTHS)
+            y = y[:, : LENGTHS[0]]
             return jnp.sum(y**2), y
 
         return jax.jit(jax.grad(loss, has_aux=True))(jnp.asarray(inputs, dtype))

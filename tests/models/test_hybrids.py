@@ -341,7 +341,7 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (OLMO | {ROPE: {FULL: {"rope_theta": 3.0}}}, "rope_parameters: expected one set"),
         (LFM3 | {ROPE: {"rope_theta": 3.0}}, "rope_parameters: expected those of full_attention "),
         (LFM3 | {ROPE: {FULL: {"rope_type": "yarn"}}}, "full_attention.rope_type: .* got yarn"),
-        (LFM3 | {"sliding_window": None, "num_key_value_heads": 2}, "window: expected .*got None"),
+        (LFM3 | {"sliding_window": None, "num_key_value_heads": 2}, "sliding_window: .*got None"),
         (QWEN | {"hidden_act": "gelu"}, "hidden_act: expected silu, got gelu"),
         (OLMO | {"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         (
@@ -375,6 +375,10 @@ def test_a_field_of_a_config_json_is_read(fields, field, value):
         (GRIFFIN | {ROPE: {"rope_type": "yarn"}}, "rope_type: expected default, got yarn"),
         (GRIFFIN | {"block_types": ["mamba"]}, "block_types: expected some of .*mamba"),
         (BAMBA | {"mamba_d_head": 3}, r"mamba_d_head: expected .* = 32 / 8, got 3"),
+        (
+            ZAMBA2 | {"n_mamba_heads": 3},
+            "heads of a Mamba-2: expected a divisor of its width=32",
+        ),
         (FALCON_H1 | {"mamba_d_head": 4}, r"mamba_d_head: expected .* = 24 / 8, got 4"),
         (FALCON_H1 | {"ssm_multipliers": [1, 2]}, "mamba_multipliers: expected 5 numbers, got 2"),
         (NEMOTRON_H | {"hybrid_override_pattern": "MX"}, "layer_types: expected some of .*X"),
@@ -429,7 +433,7 @@ def test_the_config_json_of_another_model_is_refused():
 def folder_of(config: Any, folder: Any, layout: str, others: Any = (), **fields: Any) -> Any:
     """Writes a folder with random weights, and with zeros under other keys."""
     rng = np.random.default_rng(0)
-    model = config.build(rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
     drawn = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), nnx.state(model))
     nnx.update(model, drawn)
     weights = to_torch(model, layout)

@@ -239,7 +239,7 @@ PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_s
     small = """
 import dataclasses
 from tpu_compile import sharded
-sizes = {"vocab_size": 512, "features": 128, "mlp_features": 384, "num_layers": 2}
+sizes = {"vocab_size": 512, "features": 128, "mlp_features": 384}
 for name, window in ("LARGE_MODEL", 64), ("LONG_SEQUENCES", 2**14):
     config = getattr(sharded, name)
     model = dataclasses.replace(config.model, **sizes)
@@ -265,7 +265,8 @@ small = {
 sharded.published_models = lambda remat: small
 sharded.ON_16_CHIPS["window"] = 96
 """
-        _, code, programs = self.compile(tmp_path / "record.json", "--hybrids", change=change)
+        hybrids = "--large", "--case", "Qwen", "--case", "LFM2"
+        _, code, programs = self.compile(tmp_path / "record.json", *hybrids, change=change)
         assert {title: program["faults"] for title, program in programs.items()} == {
             "Qwen3.5-0.8B, mesh 4 × 4 × 1, v5e:4x4": [],
             "LFM2-350M, mesh 4 × 4 × 1, v5e:4x4": [],

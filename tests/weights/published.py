@@ -2,10 +2,13 @@
 
 import functools
 
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_models import to_torch
 from jax_models.models.architecture import Checkpoint
+from jax_models.weights.layouts import params_of
 from parity_tests.registry import CASES
 
 MODELS = {name: case.config for name, case in CASES.items() if case.config is not None}
@@ -29,12 +32,19 @@ def abstract(config):
 
 @functools.cache
 def initial(config):
-    """A new model, which tests share and must not change."""
-    return build(config)
+    """A model with random weights in [0, 1), which tests share and must not change.
+
+    XLA would compile each initializer for each shape.
+    """
+    model, rng = abstract(config), np.random.default_rng(0)
+    for param in params_of(model).values():
+        like = param.get_value()
+        param.set_value(jnp.asarray(rng.random(like.shape).astype(like.dtype)))
+    return model
 
 
 def weights_of(config, layout=None):
-    """The initial weights of a model, which is built once for all tests."""
+    """The random weights of a model, which is built once for all tests."""
     return to_torch(initial(config), layout)
 
 

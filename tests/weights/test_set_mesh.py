@@ -63,6 +63,7 @@ def assert_placed(layer, mesh, specs=None):
 
 
 @pytest.mark.slow
+@only_on_eight
 @pytest.mark.parametrize("options", [{}, NAMED], ids=["no names", "names"])
 @pytest.mark.parametrize("build", [lstm, lambda options: nnx.eval_shape(lambda: lstm(options))])
 @pytest.mark.parametrize("mesh_set_for", ["build", "load", "both"])
@@ -83,6 +84,7 @@ def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
 
 
 @pytest.mark.slow
+@only_on_eight
 @pytest.mark.parametrize("options", [{}, {"time_major": True, "dropout_rate": 0.5}], ids=str)
 def test_a_placed_layer_runs(mesh, options):
     """It computes as on one device, eagerly and compiled. Dropout draws new masks."""

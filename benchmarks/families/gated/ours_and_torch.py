@@ -1,6 +1,5 @@
 """Our layers, and torch's."""
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ from flax import nnx
 
 import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
-from benchmarks.problem import OURS, CannotSolve, Contenders, Function
+from benchmarks.problem import OURS, Contenders, Function, require_kernels
 from jax_models import from_torch, to_torch
 
 contenders = Contenders()
@@ -23,8 +22,7 @@ def ours(problem: Gated):
 @contenders.jax(f"{OURS}, native")
 def ours_native(problem: Gated):
     """Our layer by the kernels of twinscan-native."""
-    if not importlib.util.find_spec("twinscan_native"):
-        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
+    require_kernels()
     return by_method(problem, "native")
 
 

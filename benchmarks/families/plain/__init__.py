@@ -1,17 +1,22 @@
 """Each operator against a plain JAX version: the scan or the expression that you write first."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.compare import Session, compare
 from benchmarks.families.plain.pairs import PAIRS, Pair
 from benchmarks.oracle import in_float64
+from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Contenders, Problem, operator
-from benchmarks.report.plot import RowsByAllocator
+from benchmarks.report.plot import RowsByAllocator, ratios
 
 PLAIN = "plain"
+MAX_COMPILE_RATIO = 2.0
+"""The largest allowed ratio of the time to compile an operator to that of its plain version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,31 +79,22 @@ def plain(problem: Operator):
     return operator(problem, problem.pair.plain)
 
 
+def measure(session: Session) -> Outcome:
+    """Measures all operators, and checks the times to compile, over all sizes."""
+    measured = problems(session.quick)
+    outcome = compare(session, __name__, contenders, measured)
+    for name, part in itertools.product(PAIRS, Operator.parts):
+        problem_names = {each.name for each in measured if each.operator == name}
+        rows = [r for r in outcome.rows if r.problem in problem_names and r.part == part]
+        ours, plain = (
+            sum(row.compile_s or 0.0 for row in rows if row.name == contender)
+            for contender in (OURS, PLAIN)
+        )
+        what = "seconds to compile / plain"
+        outcome.checks.append(Check(name, part, what, ours / plain, MAX_COMPILE_RATIO))
+    return outcome
+
+
 def plot(found: RowsByAllocator, title: str) -> Figure:
-    """Draws the ratios of all sizes, with a panel for each part and a line for each operator."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
-    operators = list(PAIRS)
-    lines = {each.name: operators.index(each.operator) for each in problems(quick=False)}
-    for panel, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        for rows in found.values():
-            times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
-            measured = [
-                problem
-                for problem, name in times
-                if name == OURS and (problem, PLAIN) in times and problem in lines
-            ]
-            panel.plot(
-                [times[problem, OURS] / times[problem, PLAIN] for problem in measured],
-                [lines[problem] for problem in measured],
-                "o",
-                alpha=0.5,
-            )
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
-        panel.set_yticks(range(len(operators)), operators)
-        panel.invert_yaxis()
-        panel.set_xlabel(f"{part}: our time / the plain version's")
-    figure.suptitle(title)
-    return figure
+    """Draws the ratios of all sizes, with a line for each operator."""
+    return ratios(found, title, {each.name: each.operator for each in problems(quick=False)}, PLAIN)

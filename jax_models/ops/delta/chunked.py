@@ -7,12 +7,12 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum, product
 from jax_models.ops.delta.calls import DeltaRule, GatedDeltaRule, Results
 from jax_models.ops.delta.inverse import inverse_of_steps, pairs, step_and_other
+from jax_models.ops.forms import refuses_symbolic
 
 LEVELS = 4
 CHUNK = 2**LEVELS
@@ -30,9 +30,7 @@ finite.
 
 def refusal(call: DeltaRule | GatedDeltaRule) -> str | None:
     """Returns why chunks do not support the call, or None if they do."""
-    if is_symbolic_dim(call.steps.k.shape[1]):
-        return "it takes a known number of steps, not a symbolic one of jax.export"
-    return None
+    return refuses_symbolic(call.steps.k.shape[1])
 
 
 def pays(call: DeltaRule, platform: str, differentiated: bool) -> bool:

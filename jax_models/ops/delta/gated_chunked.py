@@ -18,17 +18,17 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 CHUNK = 64
-"""The number of steps that are computed by matrix products."""
+"""The number of steps of a chunk, which are computed by matrix products."""
 UNCORRECTED_CHUNK = 32
-"""The same without a correction. On a CPU, 64 steps took 1.3 to 1.4 times as long on 28 November
-2026, when the gradient was JAX's.
+"""The number of steps of a chunk without a correction. On a CPU, chunks of 64 steps took 1.3 to 1.4
+times as long on 28 November 2026, when the gradient was JAX's.
 """
 BY_FEATURE_CHUNK = 32
-"""The same if the features of a key decay separately."""
+"""The number of steps of a chunk if the features of a key decay separately."""
 SHORTEST = 16
-"""The chunk of a short sequence has a power of two of steps, at least this many."""
-
-
+"""The smallest number of steps of a chunk. In a short sequence, a chunk has a power of two of
+steps, at least this many.
+"""
 FEW_STEPS = 8
 """With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
 CACHE = 2**19

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
-from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
-from jax_models.ops.forms import Form, num_devices, runs_on_one_device
+from jax_models.ops.forms import Form, num_devices, refuses_symbolic, runs_on_one_device
 from jax_models.ops.gated.definition import LSTMState, lstm
 from jax_models.ops.gated.stack import Results, Stack, run_xla
 from jax_models.ops.library_function import LibraryFunction
@@ -65,17 +64,17 @@ def run(call: Stack) -> Results:
 def refusal(call: Stack) -> str | None:
     """Returns why cuDNN does not support the call, or None if it does."""
     batch, time, _ = call.x.shape
-    if is_symbolic_dim(batch) or is_symbolic_dim(time):
-        return "it takes known sizes, not the symbolic ones of jax.export"
+    if reason := refuses_symbolic(batch, time):
+        return reason
     reasons = {
         "it has no recurrence but the lstm": call.recurrence is not lstm,
         f"it computes in float32, not in {call.x.dtype}": call.x.dtype != jnp.float32,
         "it has no projection (proj_features)": "kernel_hr" in call.cells[0],
         "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
-        "it cannot restart a row in its midst (reset)": call.rows.reset is not None,
+        "it does not support reset": call.rows.reset is not None,
         "it takes no empty batches or sequences": batch * time == 0,
         f"it takes up to {MAX_STEPS:,} steps, not {time:,}": time > MAX_STEPS,
-        "it says nothing of varying axes (build the jax.shard_map with check_vma=False)": any(
+        "it does not support check_vma (build the jax.shard_map with check_vma=False)": any(
             jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves((call.x, call.cells))
         ),
         "it needs an NVIDIA GPU, and JAX finds none": not num_devices("cuda"),

@@ -2,9 +2,9 @@
 
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
+from jax_models.ops.forms import refuses_symbolic
 from jax_models.ops.grouped.definition import OuterProducts, Products
 
 OUTER = lax.RaggedDotDimensionNumbers(
@@ -15,11 +15,8 @@ OUTER = lax.RaggedDotDimensionNumbers(
 
 
 def refusal(call: Products | OuterProducts) -> str | None:
-    """`ragged_dot` needs to know the sizes."""
-    arrays = call[:2]
-    if any(is_symbolic_dim(size) for array in arrays for size in array.shape):
-        return "it needs sizes that are known"
-    return None
+    """Returns why there is no `ragged_dot` for the call, or None if there is one."""
+    return refuses_symbolic(*call[0].shape, *call[1].shape)
 
 
 @sequential_vmap  # because `ragged_dot` cannot be mapped over the sizes of the groups alone

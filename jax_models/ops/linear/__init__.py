@@ -95,7 +95,7 @@ def linear_recurrence(
         return b.astype(dtype), h0
     call = Recurrence(a, b, h0, rows, reverse)
     if rows.time_axis is not None:
-        # The masks may depend on the next device, so that they are applied first.
+        # The masks may depend on the next device, so they are applied first, as factors.
         return _over_devices(call.without_masks(), rows.time_axis, method)
     h = LINEAR_RECURRENCE(match_varying_axes(call), method)
     return h, h[:, call.end]

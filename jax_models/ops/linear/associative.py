@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
+from jax_models.ops.forms import refuses_symbolic
 from jax_models.ops.linear.definition import Recurrence, advance
 
 
@@ -38,7 +38,5 @@ def _combine(first, second):
 
 
 def refusal(call: Recurrence) -> str | None:
-    """An associative scan needs to know the number of steps."""
-    if is_symbolic_dim(call.a.shape[1]):
-        return "it takes a known number of steps, not the symbolic one of jax.export"
-    return None
+    """Returns why there is no associative scan for the call, or None if there is one."""
+    return refuses_symbolic(call.a.shape[1])

@@ -26,7 +26,10 @@ def run(call: Recurrence) -> Array:
 
 
 def refusal(call: Recurrence) -> str | None:
-    """Whether the numbers are complex. What else has no kernel, is known only when lowering."""
+    """Returns why there is no kernel for the call, or None if there may be one.
+
+    Whether there is one for the device and the dtype is known only when the program is lowered.
+    """
     return "it takes real numbers only" if jnp.iscomplexobj(call.h0) else None
 
 

@@ -56,7 +56,7 @@ def scan(call: ModalConv) -> Results:
 
 
 def refusal(call: ModalConv) -> str | None:
-    """Only chunks exchange their states between devices."""
+    """Returns why the scan does not support the call, or None if it does."""
     if call.rows.time_axis is not None:
         return "it does not divide time over devices (time_axis)"
     return None

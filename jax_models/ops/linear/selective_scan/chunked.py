@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum
+from jax_models.ops.forms import refuses_symbolic
 from jax_models.ops.linear.selective_scan import definition
 from jax_models.ops.linear.selective_scan.definition import (
     Results,
@@ -43,10 +43,8 @@ class Inputs(NamedTuple):
 
 
 def refusal(call: SelectiveScan) -> str | None:
-    """The number of chunks must be known."""
-    if is_symbolic_dim(call.steps.u.shape[1]):
-        return "it takes a known number of steps, not the symbolic one of jax.export"
-    return None
+    """Returns why there are no chunks for the call, or None if there are."""
+    return refuses_symbolic(call.steps.u.shape[1])
 
 
 def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.export import is_symbolic_dim
 
+from jax_models.ops.forms import refuses_symbolic
 from jax_models.ops.linear.wkv.definition import Average, Results, output
 from jax_models.ops.linear.wkv.sums import (
     advance,
@@ -32,10 +32,8 @@ def run(call: Average) -> Results:
 
 
 def refusal(call: Average) -> str | None:
-    """An associative scan needs to know the number of steps."""
-    if is_symbolic_dim(call.k.shape[1]):
-        return "it takes a known number of steps, not the symbolic one of jax.export"
-    return None
+    """Returns why there is no associative scan for the call, or None if there is one."""
+    return refuses_symbolic(call.k.shape[1])
 
 
 def without_masks(call: Average):

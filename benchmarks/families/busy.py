@@ -1,0 +1,104 @@
+"""The compiled kernels beside busy processes.
+
+One, two or three processes compete for the cores with our kernels, and with XLA, which computes the
+same without them. A kernel that waited for a thread without a core would be much slower.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from benchmarks.families import attention, gated, plain
+from benchmarks.families.gated.ours_and_torch import by_method as gated_by_method
+from benchmarks.problem import OURS, Contenders, Function, Problem, operator, require_kernels
+from benchmarks.report.plot import RowsByAllocator, ratios
+from jax_models.ops import gated_delta_rule
+
+XLA = "XLA"
+MAX_RATIO = 1.1
+"""The largest allowed ratio of the kernels' time to XLA's."""
+
+
+def state_space_by_method(problem: Problem, method: str) -> Function:
+    """The recurrence of Mamba-2, by this form."""
+    return operator(
+        problem, lambda **arrays: gated_delta_rule(**arrays, beta=None, method=method)[0]
+    )
+
+
+class Kind(NamedTuple):
+    """Problems with kernels."""
+
+    problems: Callable[[bool], list[Any]]
+    by_method: Callable[[Any, str], Function]
+    xla: str
+    """The form that XLA computes."""
+
+
+KINDS = {
+    "gated": Kind(gated.problems, gated_by_method, "xla"),
+    "attention": Kind(attention.problems, attention.by_method, "small_tiles"),
+    "state space": Kind(
+        lambda quick: [each for each in plain.problems(quick) if each.operator == "state space"],
+        state_space_by_method,
+        "chunked",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy(Problem):
+    """A problem of another family, beside busy processes."""
+
+    kind: str
+    problem: Any
+    num_busy: int
+    rounds = 3
+
+    @property
+    def name(self) -> str:
+        """The problem and the number of busy processes."""
+        return f"{self.problem.name}, {self.num_busy} busy"
+
+    def cotangent(self):
+        """The gradient of the other family."""
+        return self.problem.cotangent()
+
+    def targets(self, part, platform):
+        """The kernels are not slower than XLA."""
+        return {XLA: MAX_RATIO}
+
+
+def problems(quick: bool) -> list[Busy]:
+    """All problems that have kernels."""
+    return [
+        Busy(name, problem, num_busy)
+        for name, kind in KINDS.items()
+        for problem in kind.problems(quick)
+        for num_busy in ((2,) if quick else (1, 2, 3))
+    ]
+
+
+contenders = Contenders()
+
+
+@contenders.jax(OURS)
+def ours(problem: Busy) -> Function:
+    """The kernels of twinscan-native."""
+    require_kernels()
+    return KINDS[problem.kind].by_method(problem.problem, "native")
+
+
+@contenders.jax(XLA)
+def xla(problem: Busy) -> Function:
+    """The form that "auto" would choose without the kernels."""
+    kind = KINDS[problem.kind]
+    return kind.by_method(problem.problem, kind.xla)
+
+
+def plot(found: RowsByAllocator, title: str) -> Figure:
+    """Draws the ratios of all sizes, with a line for each kind and number of busy processes."""
+    lines = {each.name: f"{each.kind}, {each.num_busy} busy" for each in problems(quick=False)}
+    return ratios(found, title, lines, XLA)

@@ -1,0 +1,216 @@
+"""The first call of a model in a new process, which is traced and compiled.
+
+Every measurement starts a process, which imports its packages and builds a model before its time
+begins. XLA's persistent cache is off. The contender "plain scans" is our model with the definitions
+of its operators, which are plain `lax.scan`s. The variants of ours compile one block for all.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.compare import Session
+from benchmarks.models import large_configs
+from benchmarks.outcome import Outcome, Row, check_targets
+from benchmarks.problem import FORWARD, OURS, CannotSolve
+from benchmarks.report.table import show
+from benchmarks.workers import Workers
+from jax_models import (
+    HawkLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
+    RNNLanguageModelConfig,
+)
+
+STEP = "training step"
+PLAIN = "plain scans"
+MAX_RATIO = 2.0
+"""The largest allowed ratio of our first call to that of the plain scans."""
+VOCAB_SIZE, FEATURES = 256, 192
+TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (4, 257), np.int32)
+
+Call = Callable[[], Any]
+
+
+def configs(quick: bool) -> dict[str, Any]:
+    """The configs of the models by name, of few features, so that compiling takes most time."""
+    num_layers = 2 if quick else 12
+    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "num_layers": num_layers}
+    lstm = RNNLanguageModelConfig(
+        **sizes, cell="lstm", embedding_features=FEATURES, hidden_features=FEATURES
+    )
+    if quick:
+        return {"LSTM": lstm}
+    sizes |= {"features": FEATURES}
+    large = large_configs(num_layers, FEATURES)
+    return {
+        "LSTM": lstm,
+        "Hawk": HawkLanguageModelConfig(**sizes),
+        "Hyena": HyenaDNALanguageModelConfig(**sizes),
+        **{
+            name: dataclasses.replace(large[name], vocab_size=VOCAB_SIZE)
+            for name in ("RWKV-7", "Qwen3.5", "Granite 4")
+        },
+    }
+
+
+def jax_call(logits: Callable[[Any, Any], jax.Array], params: Any, part: str) -> Call:
+    """A jitted forward pass, or a jitted training step with AdamW."""
+    optimizer = optax.adamw(1e-3)
+
+    def loss(params):
+        of_tokens = optax.softmax_cross_entropy_with_integer_labels
+        return of_tokens(logits(params, TOKENS[:, :-1]), TOKENS[:, 1:]).mean()
+
+    def step(params, state):
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    run, arguments = (
+        (logits, (params, TOKENS[:, :-1]))
+        if part == FORWARD
+        else (step, (params, optimizer.init(params)))
+    )
+    return lambda: jax.block_until_ready(jax.jit(run)(*arguments))
+
+
+def ours(config: Any, part: str, **views: Any) -> Call:
+    """Our model, whose layers have these attributes."""
+    model = nnx.view(config.build(rngs=nnx.Rngs(0)), raise_if_not_found=False, **views)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return jax_call(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, part)
+
+
+def plain(config: Any, part: str) -> Call:
+    """Our model with the definitions of its operators."""
+    if isinstance(config, HyenaDNALanguageModelConfig):
+        raise CannotSolve("its convolutions have no scans")
+    return ours(config, part, method="definition")
+
+
+def as_one_block(config: Any, part: str, **options: Any) -> Call:
+    """Our model, of whose blocks only one is compiled."""
+    if not hasattr(config, "scan_layers"):
+        raise CannotSolve("it has no such option")
+    return ours(dataclasses.replace(config, **options), part)
+
+
+def equinox(config: Any, part: str) -> Call:
+    """An LSTM with the cells of Equinox, in a `lax.scan` for each layer."""
+    import equinox as eqx  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(config, RNNLanguageModelConfig):
+        raise CannotSolve("it has no such layer")
+    key = jax.random.key(0)
+    embedding = eqx.nn.Embedding(VOCAB_SIZE, FEATURES, key=key)
+    cells = [eqx.nn.LSTMCell(FEATURES, FEATURES, key=key) for _ in range(config.num_layers)]
+    head = eqx.nn.Linear(FEATURES, VOCAB_SIZE, key=key)
+    params, rest = eqx.partition((embedding, cells, head), eqx.is_array)
+
+    def logits(params, tokens):
+        embedding, cells, head = eqx.combine(params, rest)
+
+        def of_row(tokens):
+            x = jax.vmap(embedding)(tokens)
+            zeros = jax.numpy.zeros(FEATURES)
+            for cell in cells:
+
+                def step(state, x_t, cell=cell):
+                    state = cell(x_t, state)
+                    return state, state[0]
+
+                _, x = jax.lax.scan(step, (zeros, zeros), x)
+            return jax.vmap(head)(x)
+
+        return jax.vmap(of_row)(tokens)
+
+    return jax_call(logits, params, part)
+
+
+def transformers(config: Any, part: str) -> Call:
+    """The model of transformers, which is not compiled."""
+    import torch
+    from transformers.models.auto import AutoConfig, AutoModelForCausalLM
+
+    if not hasattr(config, "to_hf"):
+        raise CannotSolve("it has no such model")
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.tensor(TOKENS[:, :-1], dtype=torch.long)
+
+    def step():
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    return partial(torch.no_grad()(model), tokens) if part == FORWARD else step
+
+
+CONTENDERS: dict[str, tuple[Any, Callable[[Any, str], Call]]] = {
+    OURS: ("jax", ours),
+    f"{OURS}, scan_layers": ("jax", partial(as_one_block, scan_layers=True)),
+    f'{OURS}, remat="full"': ("jax", partial(as_one_block, remat="full")),
+    PLAIN: ("jax", plain),
+    "equinox": ("jax", equinox),
+    "transformers": ("torch", transformers),
+}
+
+
+def seconds(name: str, config: Any, part: str) -> float:
+    """The seconds of a contender's first call. Runs in a new process."""
+    _, make = CONTENDERS[name]
+    call = make(config, part)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(session: Session) -> Outcome:
+    """Measures all models."""
+    outcome = Outcome()
+    for model, config in configs(session.quick).items():
+        found = session.measure_once(
+            f"{__name__}: {model}", partial(measure_model, session, model, config)
+        )
+        show(session.console, found)
+        outcome += found
+    return outcome
+
+
+def measure_model(session: Session, model: str, config: Any) -> Outcome:
+    """Takes the median of each contender's first calls, in turn."""
+    outcome = Outcome()
+    for part in (FORWARD, STEP):
+        turns: dict[str, list[float]] = {}
+        for _ in range(1 if session.quick else 3):
+            for name, (framework, _) in CONTENDERS.items():
+                if f"{name} ({model})" in outcome.left_out:
+                    continue
+                with Workers(session.workers.platform, session.workers.allocator) as new:
+                    try:
+                        turns.setdefault(name, []).append(
+                            new.call(framework, seconds, name, config, part)
+                        )
+                    except (ImportError, CannotSolve) as error:
+                        outcome.left_out[f"{name} ({model})"] = str(error)
+        rows = [
+            Row(
+                model,
+                part,
+                name,
+                CONTENDERS[name][0],
+                1e3 * float(np.median(times)),
+                calls=len(times),
+            )
+            for name, times in turns.items()
+            if times
+        ]
+        outcome.rows += rows
+        outcome.checks += check_targets(rows, {PLAIN: MAX_RATIO})
+    return outcome
