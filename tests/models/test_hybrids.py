@@ -748,7 +748,11 @@ def quantized(dtype: str, *scales: str):
 
 
 BAD_FOLDERS = [
-    ({"model_type": "a_moe", "architectures": ["AMoe"]}, None, "got AMoe, a mixture of experts$"),
+    (
+        {"model_type": "a_moe", "architectures": ["AMoe"]},
+        None,
+        r"got a_moe \(AMoe\), a mixture of experts$",
+    ),
     ({"model_type": "qwen3_5_vision", "architectures": None}, None, "got qwen3_5_vision$"),
     ({"num_experts": 8}, None, "num_experts: expected none"),
     ({"hidden_size": 16}, None, "embed_tokens.weight: expected shape"),
