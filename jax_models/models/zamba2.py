@@ -270,10 +270,8 @@ class Zamba2Transformer(nnx.Module):
     """
 
     def __init__(self, config: Zamba2LanguageModelConfig, **options: Unpack[LayerOptions]):
-        features, norm_kwargs = (
-            config.features,
-            {"epsilon": config.epsilon, **norm_options(options)},
-        )
+        features = config.features
+        norm_kwargs = {"epsilon": config.epsilon, **norm_options(options)}
         self.attention_norm = RMSNorm(2 * features, **norm_kwargs)
         self.attention = config.attention(**options)
         self.mlp_norm = RMSNorm(features, **norm_kwargs)
