@@ -347,8 +347,12 @@ def _jax_exps(size: int) -> Callable:
     """Computes on an array on the device, because copying it would keep the main thread busy."""
     import jax
 
-    exps = jax.jit(lambda x: jax.lax.fori_loop(0, NUM_EXPS, lambda _, x: jax.numpy.exp(-x), x))
-    return partial(exps, jax.numpy.zeros(size))
+    def exps(x):
+        for _ in range(NUM_EXPS):  # from jax 0.12 on, the body of a `fori_loop` has one thread
+            x = jax.numpy.exp(-x)
+        return x
+
+    return partial(jax.jit(exps), jax.numpy.zeros(size))
 
 
 def _torch_device(platform: str, threads: int) -> str:

@@ -309,6 +309,7 @@ class BalancedExpertsConfig(ExpertsConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """Reads a config.json, which may ask to balance experts although the model has none."""
+        # Only the config shows whether there are experts, and it refuses to balance none.
         unbalanced = super().from_hf({**config, "output_router_logits": False})
         return super().from_hf(config) if unbalanced.any_experts else unbalanced
 

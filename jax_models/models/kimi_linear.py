@@ -5,7 +5,7 @@ __all__ = ["KimiLinearLanguageModel", "KimiLinearLanguageModelConfig"]
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 from jax_models.checks.values import Positive
 from jax_models.layers.experts import Experts
@@ -27,10 +27,6 @@ from jax_models.options import Index, NormOptions
 from jax_models.sequence import SequenceLayer
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
-STACKED = (*2 * ["experts.gate_up_proj"], "experts.down_proj")
-"""The keys of the experts' matrices in a `state_dict`."""
-SINGLE = tuple(f"experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2"))
-"""The same keys in a saved file."""
 
 
 def experts_keys(mlp: str, matrices: tuple[str, ...], bias: str) -> ExpertsKeys:
@@ -39,15 +35,32 @@ def experts_keys(mlp: str, matrices: tuple[str, ...], bias: str) -> ExpertsKeys:
     return ExpertsKeys(f"{mlp}.gate.weight", gate, up, down, bias, f"{mlp}.shared_experts")
 
 
+class HybridKeys(NamedTuple):
+    """The keys that differ between the layouts of a block."""
+
+    mixer: str
+    A_log: str
+    """The key of A in Kimi Delta Attention."""
+    conv: str
+    """The key of a convolution in Kimi Delta Attention."""
+    mlp: str
+    experts: ExpertsKeys
+
+
 BIAS = "gate.e_score_correction_bias"
+STACKED = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
+SINGLE = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
 EXPERTS = experts_keys("mlp", STACKED, f"mlp.{BIAS}")
 FILE_EXPERTS = experts_keys("block_sparse_moe", SINGLE, f"block_sparse_moe.{BIAS}")
+KEYS = HybridKeys("self_attn", "forget_gate.A_log", "conv1d", "mlp", EXPERTS)
+FILE_KEYS = HybridKeys("self_attn", "A_log", "q_conv1d", "block_sparse_moe", FILE_EXPERTS)
+MOONSHOT_KEYS = FILE_KEYS._replace(mlp="mlp")
 
 
-def _block_keys(mixer: str, mlp: str, experts: ExpertsKeys) -> dict[str, BlockKeys]:
+def _block_keys(delta: str, keys: HybridKeys) -> dict[str, BlockKeys]:
     return {
-        kind: BlockKeys("self_attn", *NORMS, layout, mlp=mlp, experts=experts)
-        for kind, layout in ((LINEAR, mixer), (FULL, "deepseek"))
+        kind: BlockKeys(keys.mixer, *NORMS, layout, mlp=keys.mlp, experts=keys.experts)
+        for kind, layout in ((LINEAR, delta), (FULL, "deepseek"))
     }
 
 
@@ -88,10 +101,9 @@ def mixture_sizes(checkpoint: Checkpoint, mlp: str, experts: ExpertsKeys) -> Fie
     return fields
 
 
-def hybrid_sizes(
-    mixer: str, A_log: str, conv: str, mlp: str, experts: ExpertsKeys, checkpoint: Checkpoint
-) -> Fields:
+def hybrid_sizes(keys: HybridKeys, checkpoint: Checkpoint) -> Fields:
     """Reads the fields of the config from weights with these keys."""
+    mixer, A_log, conv, mlp, experts = keys
     fields = {
         "block_types": kinds_by_key(checkpoint, f"*.{mixer}.{A_log}", LINEAR, FULL),
         **latent_sizes(checkpoint, mixer),
@@ -106,16 +118,9 @@ def hybrid_sizes(
     }
 
 
-FILE_KEYS = "self_attn", "A_log", "q_conv1d"
-STATE_DICT, FILE = model_layouts(
-    "model",
-    "norm",
-    partial(hybrid_sizes, "self_attn", "forget_gate.A_log", "conv1d", "mlp", EXPERTS),
-    partial(hybrid_sizes, *FILE_KEYS, "block_sparse_moe", FILE_EXPERTS),
-)
-MOONSHOT = FILE._replace(
-    blocks_layout="hf-moonshot", sizes=partial(hybrid_sizes, *FILE_KEYS, "mlp", FILE_EXPERTS)
-)
+SIZES, FILE_SIZES = partial(hybrid_sizes, KEYS), partial(hybrid_sizes, FILE_KEYS)
+STATE_DICT, FILE = model_layouts("model", "norm", SIZES, FILE_SIZES)
+MOONSHOT = FILE._replace(blocks_layout="hf-moonshot", sizes=partial(hybrid_sizes, MOONSHOT_KEYS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +134,9 @@ class KimiLinearLanguageModelConfig(GroupedExpertsConfig):
     kinds: ClassVar = (LINEAR, FULL)
     float32_keys: ClassVar = (".A_log", ".dt_bias", ".o_norm.weight", ".gate.weight", f".{BIAS}")
     block_keys: ClassVar = {
-        "hf": _block_keys("kimi_linear", "mlp", EXPERTS),
-        "hf-file": _block_keys("kimi_linear-file", "block_sparse_moe", FILE_EXPERTS),
-        "hf-moonshot": _block_keys("kimi_linear-file", "mlp", FILE_EXPERTS),
+        "hf": _block_keys("kimi_linear", KEYS),
+        "hf-file": _block_keys("kimi_linear-file", FILE_KEYS),
+        "hf-moonshot": _block_keys("kimi_linear-file", MOONSHOT_KEYS),
     }
     layouts: ClassVar = {"hf": STATE_DICT, "hf-file": FILE, "hf-moonshot": MOONSHOT}
     hf_class: ClassVar = "KimiLinearForCausalLM"
@@ -234,7 +239,7 @@ class KimiLinearLanguageModelConfig(GroupedExpertsConfig):
 
     @classmethod
     def converted(cls, given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        heads, num_layers = given["num_attention_heads"], given["num_hidden_layers"]
+        heads = given["num_attention_heads"]
         if given.get("num_key_value_heads", heads) != heads:
             raise ValueError(
                 f"config: num_key_value_heads: expected num_attention_heads={heads}, got "
@@ -248,21 +253,26 @@ class KimiLinearLanguageModelConfig(GroupedExpertsConfig):
             "short_conv_kernel_size": "kernel_size",
         }
         linear = given.get("linear_attn_config", {})
-        # The lowest blocks have MLPs, all others experts.
+        return {
+            **super().converted(given, config),
+            **{ours: linear[name] for name, ours in names.items() if name in linear},
+            "num_dense_layers": cls._num_dense_layers(given),
+        }
+
+    @classmethod
+    def _num_dense_layers(cls, given: Mapping[str, Any]) -> int:
+        """The number of the lowest blocks that have MLPs. All others have experts."""
+        num_layers = given["num_hidden_layers"]
         dense = given.get("first_k_dense_replace", cls.num_dense_layers)
-        kinds = [("sparse", "dense")[i < dense] for i in range(num_layers)]
-        kinds = given.get("mlp_layer_types", kinds)
+        default = ["dense" if i < dense else "sparse" for i in range(num_layers)]
+        kinds = given.get("mlp_layer_types", default)
         dense = kinds.count("dense")
         if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
             raise ValueError(
                 "config: mlp_layer_types: expected num_hidden_layers entries, first dense and then "
                 f"sparse, got {kinds}"
             )
-        return {
-            **super().converted(given, config),
-            **{ours: linear[name] for name, ours in names.items() if name in linear},
-            "num_dense_layers": dense,
-        }
+        return dense
 
     @classmethod
     def layer_types(cls, given: Mapping[str, Any]) -> Any:
@@ -274,15 +284,12 @@ class KimiLinearLanguageModelConfig(GroupedExpertsConfig):
             return [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers)]
         numbers, full = range(1, num_layers + 1), linear["full_attn_layers"]
         listed = [*linear["kda_layers"], *full]
-        if missing := [i for i in numbers if i not in listed]:
+        missing = [i for i in numbers if i not in listed]
+        repeated = [i for i in numbers if listed.count(i) > 1]
+        if missing or repeated:
             raise ValueError(
                 f"config: linear_attn_config: expected each of 1 … {num_layers} once in kda_layers "
-                f"or full_attn_layers, missing {', '.join(map(str, missing))}"
-            )
-        if twice := [i for i in numbers if listed.count(i) > 1]:
-            raise ValueError(
-                f"config: linear_attn_config: expected each of 1 … {num_layers} once in kda_layers "
-                f"or full_attn_layers, got {', '.join(map(str, twice))} more than once"
+                f"or full_attn_layers, missing {missing}, more than once {repeated}"
             )
         return [FULL if i in full else LINEAR for i in numbers]
 

@@ -23,16 +23,11 @@ from jax_models.models.hybrid import (
     experts_sizes,
     model_layouts,
 )
-from jax_models.models.qwen3_5 import (
-    EXPERTS,
-    EXPERTS_FIELDS,
-    block_keys,
-    delta_net_sizes,
-    side_by_side,
-)
+from jax_models.models.qwen3_5 import EXPERTS, EXPERTS_FIELDS, block_keys, delta_net_sizes
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, layouts_of, linear, nested, rms_norm, same
+from jax_models.weights.rows import side_by_side
 
 IN_FILE = "lara_mini-file"
 """The layout of a Gated DeltaNet in the files."""

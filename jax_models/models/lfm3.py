@@ -34,6 +34,15 @@ GATES = {"hf": "g_proj", "hf-file": "gate_proj"}
 """The key of the gate of an attention's heads in each layout."""
 
 
+def _rotation(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of a kind of attention, of which a config.json may state only some."""
+    whole = {"partial_rotary_factor": 1.0}
+    # Both kinds have this θ if only other parameters are stated.
+    rotation = {"rope_type": "default", "rope_theta": 1e6, **whole, **stated}
+    # The default type rotates whole heads, whatever the fraction is.
+    return rotation | (whole if rotation["rope_type"] == "default" else {})
+
+
 def _block_keys(attention: str) -> dict[str, BlockKeys]:
     mixers = {"conv": ("conv", "lfm2"), FULL: ("self_attn", attention)}
     mixers[SLIDING] = mixers[FULL]
@@ -131,13 +140,8 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
                 f"config: rope_parameters: expected those of {' and of '.join(ROTATION)}, got "
                 f"{stated!r}"
             )
-        whole = {"partial_rotary_factor": 1.0}
         for kind, own in stated.items():
-            # Both kinds have this θ if only other parameters are stated.
-            own = {"rope_type": "default", "rope_theta": 1e6, **whole, **own}
-            # The default type rotates whole heads, whatever the fraction is.
-            own |= whole if own["rope_type"] == "default" else {}
-            fields |= {f"{kind}.{name}": value for name, value in own.items()}
+            fields |= {f"{kind}.{name}": value for name, value in _rotation(own).items()}
         return super().from_hf(fields)
 
     @classmethod
@@ -160,8 +164,8 @@ class LFM3LanguageModelConfig(ConvConfig, WindowConfig):
     def block_of(self, *args: Any, **options: Any) -> HybridBlock:
         return super().block_of(*args, sandwich_norm=self.sandwich_norm, **options)
 
-    def attention(self, **options: Any) -> SequenceLayer:
-        fraction = options.pop("rotary_fraction", self.rotary_fraction)
+    def attention(self, rotary_fraction: float | None = None, **options: Any) -> SequenceLayer:
+        fraction = self.rotary_fraction if rotary_fraction is None else rotary_fraction
         return super().attention(
             rotary_pairs=int(fraction * self.head_size // 2),
             head_gate=self.head_gate,

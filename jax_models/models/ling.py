@@ -13,6 +13,8 @@ from jax_models.models.hybrid import FULL, LINEAR, BlockKeys, ExpertsKeys, model
 from jax_models.models.kimi_linear import (
     EXPERTS,
     NORMS,
+    SIZES,
+    HybridKeys,
     KimiLinearLanguageModel,
     KimiLinearLanguageModelConfig,
     experts_keys,
@@ -35,12 +37,8 @@ def _block_keys(mixer: str, delta: str, latent: str, experts: ExpertsKeys) -> di
     }
 
 
-STATE_DICT, FILE = model_layouts(
-    "model",
-    "norm",
-    partial(hybrid_sizes, "self_attn", "forget_gate.A_log", "conv1d", "mlp", EXPERTS),
-    partial(hybrid_sizes, "attention", "A_log", "q_conv1d", "mlp", FILE_EXPERTS),
-)
+FILE_KEYS = HybridKeys("attention", "A_log", "q_conv1d", "mlp", FILE_EXPERTS)
+STATE_DICT, FILE = model_layouts("model", "norm", SIZES, partial(hybrid_sizes, FILE_KEYS))
 
 
 @dataclasses.dataclass(frozen=True)

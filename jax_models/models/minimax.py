@@ -25,11 +25,11 @@ from jax_models.models.hybrid import (
     experts_sizes,
     model_layouts,
 )
-from jax_models.models.qwen3_5 import side_by_side
 from jax_models.ops.rotary import checked_rotated
 from jax_models.options import LayerOptions, NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, ignored, layouts_of, linear, rms_norm
+from jax_models.weights.rows import side_by_side
 
 EXPERTS = ExpertsKeys(
     "mlp.gate.weight",
@@ -78,7 +78,6 @@ def _block_keys(experts: ExpertsKeys) -> dict[str, BlockKeys]:
 def _sizes(experts: ExpertsKeys, checkpoint: Checkpoint) -> Fields:
     num_heads = checkpoint.given("num_heads")
     fields = {
-        "mlp_features": checkpoint.size(f"*.{experts.down.format(0)}", -1),
         **experts_sizes(checkpoint, experts),
         "block_types": kinds_by_key(checkpoint, f"*.{QKV}", LINEAR, FULL),
         "num_heads": num_heads,
@@ -109,6 +108,7 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
     hf_class: ClassVar = "MiniMaxForCausalLM"
     hf_fields: ClassVar = {
         **HybridConfig.hf_fields,
+        "intermediate_size": "expert_features",
         "partial_rotary_factor": "rotary_fraction",
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token",
@@ -134,11 +134,10 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
 
     block_types: tuple[str, ...] = (FULL, LINEAR)
     """The kinds of the blocks, from the lowest up. The pattern repeats."""
-    mlp_features: int = 128
-    """Width of each expert."""
+    # All blocks have experts.
+    mlp_features: ClassVar[Any] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     num_experts: int = 8
     """Number of experts in a block."""
-    expert_features: ClassVar = property(lambda self: self.mlp_features)  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
     rope_theta: Positive = 1e6
     """θ of `ops.rotary`."""
     rotary_fraction: float = 1.0
@@ -182,8 +181,9 @@ class MiniMaxLanguageModelConfig(BalancedExpertsConfig):
 
         MiniMax's files have numbers: 0 for lightning attention, 1 for full attention.
         """
-        kinds = [cls.kinds[i % 2 == 0] for i in range(given["num_hidden_layers"])]
-        return [dict(enumerate(cls.kinds)).get(k, k) for k in given.get("layer_types", kinds)]
+        kinds = [LINEAR if i % 2 else FULL for i in range(given["num_hidden_layers"])]
+        numbers = {0: LINEAR, 1: FULL}
+        return [numbers.get(kind, kind) for kind in given.get("layer_types", kinds)]
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the config.json, which also states the number of rotated features."""

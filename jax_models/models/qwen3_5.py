@@ -3,8 +3,7 @@
 __all__ = ["Qwen35LanguageModel", "Qwen35LanguageModelConfig"]
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, Unpack
 
@@ -29,8 +28,8 @@ from jax_models.models.hybrid import (
 )
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, layouts_of, linear, nested, rms_norm, same
-from jax_models.weights.rows import namespace
+from jax_models.weights import Layouts, layouts_of, linear, nested, rms_norm, same
+from jax_models.weights.rows import side_by_side
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 SHARED = {"shared": "mlp.shared_expert", "shared_gate": "mlp.shared_expert_gate"}
@@ -285,20 +284,3 @@ def attention_layouts(attention: Attention) -> Layouts:
         return {}
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {"qwen3_5": attention.rows(*projections, "q_norm", "k_norm")}
-
-
-def side_by_side(
-    projections: Sequence[str], key: str, sizes: Sequence[int], num_heads: int = 1
-) -> Weight:
-    """The key's (out, in) matrix holds, for each head, `sizes` rows of each projection in turn."""
-    ends = [*itertools.accumulate(sizes)][:-1]
-
-    def to_jax(a):
-        by_head = namespace(a).split(a.reshape(num_heads, -1, a.shape[1]), ends, axis=1)
-        return tuple(part.reshape(-1, a.shape[1]).T for part in by_head)
-
-    def to_torch(*kernels):
-        by_head = [kernel.T.reshape(num_heads, -1, len(kernel)) for kernel in kernels]
-        return (namespace(kernels[0]).concat(by_head, axis=1).reshape(-1, len(kernels[0])),)
-
-    return Weight(tuple(f"{name}.kernel" for name in projections), (key,), to_jax, to_torch)

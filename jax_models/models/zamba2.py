@@ -270,10 +270,11 @@ class Zamba2Transformer(nnx.Module):
     """
 
     def __init__(self, config: Zamba2LanguageModelConfig, **options: Unpack[LayerOptions]):
-        features, of_norm = config.features, {"epsilon": config.epsilon, **norm_options(options)}
-        self.attention_norm = RMSNorm(2 * features, **of_norm)
+        features = config.features
+        norm_kwargs = {"epsilon": config.epsilon, **norm_options(options)}
+        self.attention_norm = RMSNorm(2 * features, **norm_kwargs)
         self.attention = config.attention(**options)
-        self.mlp_norm = RMSNorm(features, **of_norm)
+        self.mlp_norm = RMSNorm(features, **norm_kwargs)
         self.mlp = config.mlp(**options)
 
     def __call__(
@@ -285,10 +286,10 @@ class Zamba2Transformer(nnx.Module):
         adapters: tuple[AttentionAdapter | None, MLPAdapter],
     ) -> tuple[Float[Array, "batch time features"], Any]:
         """Returns the output, and the state of the attention after it."""
-        of_attention, of_mlp = adapters
+        attention_adapter, mlp_adapter = adapters
         n = self.attention_norm(jnp.concatenate([x, e], axis=-1))
-        y, state = self.attention.sequence(n, state, rows, of_attention)
-        return self.mlp(self.mlp_norm(y), of_mlp), state
+        y, state = self.attention.sequence(n, state, rows, attention_adapter)
+        return self.mlp(self.mlp_norm(y), mlp_adapter), state
 
     def rows(self) -> Table:
         """The rows of transformers' Zamba2AttentionDecoderLayer, without the adapters."""
@@ -476,7 +477,8 @@ class Zamba2LanguageModel(HybridLanguageModel):
         for name, table in layouts.items():
             layout = self.config.layouts[name]
             for number, (i, block) in enumerate(hybrids.items()):
-                places = [f"{layout.blocks}.{j}" for j in [*hybrids][number % count :: count]]
+                sharing = [*hybrids][number % count :: count]  # the blocks with its transformer
+                places = [f"{layout.blocks}.{j}" for j in sharing]
                 for row in block.adapter_rows(number):
                     keys = tuple(join(place, key) for place in places for key in row.keys)
                     written = len(keys) if self.repeats_tied(layout) else 1

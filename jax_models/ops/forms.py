@@ -61,7 +61,7 @@ class Form(NamedTuple):
     """
 
 
-def refuses_symbolic(*sizes: Any) -> str | None:
+def refusal_of_symbolic(*sizes: Any) -> str | None:
     """Returns why a form refuses these sizes, or None if all of them are known."""
     if any(map(is_symbolic_dim, sizes)):
         return "it takes known sizes, not the symbolic ones of jax.export"

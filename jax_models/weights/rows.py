@@ -169,6 +169,23 @@ def parts(
     )
 
 
+def side_by_side(
+    projections: Sequence[str], key: str, sizes: Sequence[int], num_heads: int = 1
+) -> Weight:
+    """The key's (out, in) matrix holds, for each head, `sizes` rows of each projection in turn."""
+    ends = [*itertools.accumulate(sizes)][:-1]
+
+    def to_jax(a):
+        by_head = namespace(a).split(a.reshape(num_heads, -1, a.shape[1]), ends, axis=1)
+        return tuple(part.reshape(-1, a.shape[1]).T for part in by_head)
+
+    def to_torch(*kernels):
+        by_head = [kernel.T.reshape(num_heads, -1, len(kernel)) for kernel in kernels]
+        return (namespace(kernels[0]).concat(by_head, axis=1).reshape(-1, len(kernels[0])),)
+
+    return Weight(tuple(f"{name}.kernel" for name in projections), (key,), to_jax, to_torch)
+
+
 @checked_row
 def summed(params: tuple[str, str], key: str) -> Weight:
     """The key's array is the sum of two parameters. Import puts all of it into the first.

@@ -1,6 +1,7 @@
 """A run on a mesh of devices equals the run on one device up to rounding, or is refused."""
 
 import dataclasses
+import gc
 import math
 import os
 import re
@@ -228,6 +229,7 @@ def start_and_end_divided(source: str, folder: Path) -> None:
     chex.assert_trees_all_equal(jax.device_get(state.averaged_params), expected)
     chex.assert_trees_all_equal(load_file(new.folder / EXPORTED), to_torch(model))
     del state, params
+    gc.collect()  # of arrays in cycles of references
     assert check(smallest) == 0
 
 

@@ -21,7 +21,7 @@ class MiniMaxExperts(nn.Module):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.gate = nn.Linear(config.features, config.num_experts, bias=False)
-        self.experts = StackedExperts(config.features, config.mlp_features, config.num_experts)
+        self.experts = StackedExperts(config.features, config.expert_features, config.num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(dim=-1).topk(self.experts_per_token)

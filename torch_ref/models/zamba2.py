@@ -46,7 +46,7 @@ class Zamba2Attention(Attention):
             self.linear_k_adapter_list = low_ranks(*sizes)
             self.linear_v_adapter_list = low_ranks(*sizes)
 
-    def of_block(self, number: int, x: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def attend(self, number: int, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Attends with the adapters of the hybrid block with this number."""
         if not self.has_adapters:
             return self(x, state)
@@ -88,7 +88,7 @@ class Zamba2Transformer(nn.Module):
         self, x: Tensor, e: Tensor, number: int, state: State | None
     ) -> tuple[Tensor, State]:
         n = self.input_layernorm(torch.cat([x, e], dim=-1))
-        y, state = self.self_attn.of_block(number, n, state)
+        y, state = self.self_attn.attend(number, n, state)
         return self.feed_forward(self.pre_ff_layernorm(y), number), state
 
 

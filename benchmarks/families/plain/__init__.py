@@ -16,7 +16,7 @@ from benchmarks.report.plot import RowsByAllocator, ratios
 
 PLAIN = "plain"
 MAX_COMPILE_RATIO = 2.0
-"""The largest allowed ratio of the time to compile an operator to that of its plain version."""
+"""The largest allowed ratio of two times to compile: an operator's over its plain version's."""
 
 
 @dataclasses.dataclass(frozen=True)

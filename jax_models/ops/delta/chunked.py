@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jax_models.ops.affine import einsum, product
 from jax_models.ops.delta.calls import DeltaRule, GatedDeltaRule, Results
 from jax_models.ops.delta.inverse import inverse_of_steps, pairs, step_and_other
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 
 LEVELS = 4
 CHUNK = 2**LEVELS
@@ -30,7 +30,7 @@ finite.
 
 def refusal(call: DeltaRule | GatedDeltaRule) -> str | None:
     """Returns why chunks do not support the call, or None if they do."""
-    return refuses_symbolic(call.steps.k.shape[1])
+    return refusal_of_symbolic(call.steps.k.shape[1])
 
 
 def pays(call: DeltaRule, platform: str, differentiated: bool) -> bool:

@@ -8,7 +8,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
 from jaxtyping import Array, Float
 
-from jax_models.ops.forms import Form, num_devices, refuses_symbolic, runs_on_one_device
+from jax_models.ops.forms import Form, num_devices, refusal_of_symbolic, runs_on_one_device
 from jax_models.ops.gated.definition import LSTMState, lstm
 from jax_models.ops.gated.stack import Results, Stack, run_xla
 from jax_models.ops.library_function import LibraryFunction
@@ -64,7 +64,7 @@ def run(call: Stack) -> Results:
 def refusal(call: Stack) -> str | None:
     """Returns why cuDNN does not support the call, or None if it does."""
     batch, time, _ = call.x.shape
-    if reason := refuses_symbolic(batch, time):
+    if reason := refusal_of_symbolic(batch, time):
         return reason
     reasons = {
         "it has no recurrence but the lstm": call.recurrence is not lstm,

@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 from jax_models.ops.grouped.definition import Groups, OuterProducts, Products
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 def refusal(call: Products | OuterProducts) -> str | None:
     """Returns why there are no blocks for the call, or None if there are."""
-    return refuses_symbolic(call.x.shape[0])
+    return refusal_of_symbolic(call.x.shape[0])
 
 
 def pays(call: Products | OuterProducts, platform: str, differentiated: bool) -> bool:

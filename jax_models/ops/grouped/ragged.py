@@ -4,7 +4,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float
 
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 from jax_models.ops.grouped.definition import OuterProducts, Products
 
 OUTER = lax.RaggedDotDimensionNumbers(
@@ -16,7 +16,7 @@ OUTER = lax.RaggedDotDimensionNumbers(
 
 def refusal(call: Products | OuterProducts) -> str | None:
     """Returns why there is no `ragged_dot` for the call, or None if there is one."""
-    return refuses_symbolic(*call[0].shape, *call[1].shape)
+    return refusal_of_symbolic(*call[0].shape, *call[1].shape)
 
 
 @sequential_vmap  # because `ragged_dot` cannot be mapped over the sizes of the groups alone

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 from jax_models.ops.linear.definition import Recurrence, advance
 
 
@@ -39,4 +39,4 @@ def _combine(first, second):
 
 def refusal(call: Recurrence) -> str | None:
     """Returns why there is no associative scan for the call, or None if there is one."""
-    return refuses_symbolic(call.a.shape[1])
+    return refusal_of_symbolic(call.a.shape[1])

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_models.ops.affine import einsum
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 from jax_models.ops.linear.selective_scan import definition
 from jax_models.ops.linear.selective_scan.definition import (
     Results,
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 def refusal(call: SelectiveScan) -> str | None:
     """Returns why there are no chunks for the call, or None if there are."""
-    return refuses_symbolic(call.steps.u.shape[1])
+    return refusal_of_symbolic(call.steps.u.shape[1])
 
 
 def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:

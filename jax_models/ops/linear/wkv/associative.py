@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_models.ops.forms import refuses_symbolic
+from jax_models.ops.forms import refusal_of_symbolic
 from jax_models.ops.linear.wkv.definition import Average, Results, output
 from jax_models.ops.linear.wkv.sums import (
     advance,
@@ -33,7 +33,7 @@ def run(call: Average) -> Results:
 
 def refusal(call: Average) -> str | None:
     """Returns why there is no associative scan for the call, or None if there is one."""
-    return refuses_symbolic(call.k.shape[1])
+    return refusal_of_symbolic(call.k.shape[1])
 
 
 def without_masks(call: Average):
