@@ -1,6 +1,7 @@
 """The kernels of the shared library, those of recurrences as functions of JAX arrays."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -76,7 +77,7 @@ def refusal_of(
 
 def call_kernel(
     name: str, shapes: list[Any], *arrays: jax.Array, **options: Any
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """Calls a kernel that takes rows of a batch, to which `vmap` adds its own."""
     function = jax.ffi.ffi_call(f"twinscan_{name}", shapes, vmap_method="broadcast_all")
     return function(*arrays, **options)
