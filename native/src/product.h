@@ -25,13 +25,21 @@ constexpr int partial_sums(int sums) {
 // small, and this part of a panel in the first-level cache while it meets all rows.
 constexpr int64_t kDepth = 96;
 
-// totals[r][v] += Σ_k rows[r][k] panel[k][v]
+// Large weights do not stay in the second-level cache. For each input, a product therefore fetches
+// this many vectors of the part of the panel that comes next, unless it has too few sums to hide that.
+constexpr int kFetched = 2;
+
+// totals[r][v] += Σ_k rows[r][k] panel[k][v], while vectors from `next` on are fetched
 template <typename T, int V, int R>
 __attribute__((noinline)) void add_product(const T* panel, const T* rows, int64_t stride,
-                                           int64_t depth, Vector<T>* totals) {
+                                           int64_t depth, const T* next, Vector<T>* totals) {
   constexpr int P = partial_sums(V * R);
   Vector<T> sums[P][R][V] = {};
   const auto add = [&](int part, int64_t k) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int i = 0; V * R >= 12 && i < kFetched; ++i) {
+      __builtin_prefetch(next + (k * kFetched + i) * kLanes<T>, 0, 2);
+    }
     Vector<T> weights[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) weights[v] = load(panel + (k * V + v) * kLanes<T>);
@@ -61,11 +69,11 @@ __attribute__((noinline)) void add_product(const T* panel, const T* rows, int64_
 
 template <typename T, int V, int R = most_rows(V)>
 void add_product(int count, const T* panel, const T* rows, int64_t stride, int64_t depth,
-                 Vector<T>* totals) {
+                 const T* next, Vector<T>* totals) {
   if (count == R) {
-    add_product<T, V, R>(panel, rows, stride, depth, totals);
+    add_product<T, V, R>(panel, rows, stride, depth, next, totals);
   } else if constexpr (R > 1) {
-    add_product<T, V, R - 1>(count, panel, rows, stride, depth, totals);
+    add_product<T, V, R - 1>(count, panel, rows, stride, depth, next, totals);
   }
 }
 
@@ -82,8 +90,9 @@ void products(const T* panel, const T* rows, int64_t stride, int64_t depth, int6
       bool any = false;
       for (int64_t b = first; b < last; ++b) any |= live[b];
       if (!any) continue;
+      const T* const next = panel + ((k + part) * V + block * kFetched * part) * kLanes<T>;
       add_product<T, V>(int(last - first), panel + k * V * kLanes<T>, rows + first * stride + k,
-                        stride, part, totals + first * V);
+                        stride, part, next, totals + first * V);
     }
   }
 }
