@@ -20,8 +20,8 @@ from benchmarks.report.plot import RowsByAllocator, ratios
 XLA = "XLA"
 MAX_RATIO = 1.1
 """The largest allowed ratio of the kernels' time to XLA's."""
-MIN_STEPS = 16
-"""The number of steps from which `method="auto"` uses the kernels."""
+MIN_STEPS = 33
+"""The number of steps from which `method="auto"` uses all kernels."""
 
 
 class Kind(NamedTuple):
