@@ -20,6 +20,8 @@ from benchmarks.report.plot import RowsByAllocator, ratios
 XLA = "XLA"
 MAX_RATIO = 1.1
 """The largest allowed ratio of the kernels' time to XLA's."""
+MIN_STEPS = 33
+"""The number of steps from which `method="auto"` uses all kernels."""
 
 
 class Kind(NamedTuple):
@@ -32,10 +34,12 @@ class Kind(NamedTuple):
 
 
 def scan(name: str, run: Run) -> Kind:
-    """A scan of the family `plain`, in chunks where XLA computes it."""
+    """A scan of the family `plain`, in some of its sizes, and in chunks where XLA computes it."""
 
     def problems(quick: bool) -> list[plain.Operator]:
-        return [each for each in plain.problems(quick) if each.operator == name]
+        found = [each for each in plain.problems(quick=False) if each.operator == name]
+        long = [each for each in found if each.sizes[1] >= MIN_STEPS]
+        return long[:1] if quick else long[::4]
 
     def by_method(problem: Problem, method: str) -> Function:
         return operator(problem, partial(run, method))

@@ -53,11 +53,11 @@ inline void copy_rows(const T* from, int64_t distance, int64_t rows, int64_t cou
   }
 }
 
-// to[column][row] = from[row][column]. Columns of `to` from `rows` on become zero.
+// to[column][row] = from[row][column]. The last vector of each row of `to` is filled with zeros.
 template <typename T>
 inline void transpose(const T* from, int64_t distance, int64_t rows, int64_t count, T* to,
                       int64_t to_distance) {
-  for (int64_t row = 0; row < to_distance; ++row) {
+  for (int64_t row = 0; row < padded<T>(rows); ++row) {
     for (int64_t i = 0; i < count; ++i) {
       to[i * to_distance + row] = row < rows ? from[row * distance + i] : T(0);
     }

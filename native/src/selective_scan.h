@@ -54,8 +54,13 @@ class SelectiveScanJob : public TaskJob {
     bool restarts(int64_t i) const { return call.reset[b * call.time + t + i]; }
     const T* keys(const T* of_steps) const { return of_steps + (b * call.time + t) * call.states; }
 
+    // Also fetches the numbers of the next block, since the vectors of a block lie far apart.
+    Vector<T> read(const T* from) const {
+      __builtin_prefetch(from + kLanes<T>);
+      return load(from, count);
+    }
     void read(const T* from, Steps<T>& to) const {
-      for (int64_t i = 0; i < steps; ++i) to[i] = load(from + of_step(i), count);
+      for (int64_t i = 0; i < steps; ++i) to[i] = read(from + of_step(i));
     }
     void write(const Steps<T>& from, T* to) const {
       for (int64_t i = 0; i < steps; ++i) store(to + of_step(i), from[i], count);
@@ -129,8 +134,8 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
       const T* const C = block.keys(call_.C);
       Vector<T> A[kCount], h[kCount];
       for (int i = 0; i < kCount; ++i) {
-        A[i] = load(call_.A + block.of_state(n + i), block.count);
-        h[i] = load(call_.last + block.of_state(n + i), block.count);
+        A[i] = block.read(call_.A + block.of_state(n + i));
+        h[i] = block.read(call_.last + block.of_state(n + i));
         if (call_.before) store(call_.before + block.of_before(n + i), h[i], block.count);
       }
       for (int64_t t = 0; t < block.steps; ++t) {
@@ -200,10 +205,10 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
       const T* const C = block.keys(call_.C);
       Vector<T> A[kCount], h[kCount], g[kCount], dA[kCount];
       for (int i = 0; i < kCount; ++i) {
-        A[i] = load(call_.A + block.of_state(n + i), block.count);
-        h[i] = load(call_.before + block.of_before(n + i), block.count);
-        g[i] = load(call_.dstate + block.of_state(n + i), block.count);
-        dA[i] = load(call_.dA + block.of_state(n + i), block.count);
+        A[i] = block.read(call_.A + block.of_state(n + i));
+        h[i] = block.read(call_.before + block.of_before(n + i));
+        g[i] = block.read(call_.dstate + block.of_state(n + i));
+        dA[i] = block.read(call_.dA + block.of_state(n + i));
       }
       // exp(Δ_t A), and its product with the state before the step
       Vector<T> factor[kSelectiveScanChunk][kCount], kept[kSelectiveScanChunk][kCount];
