@@ -252,7 +252,9 @@ def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
     masks = {} if kind == "whole" else draw.masks()
     position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
-    shapes = "B T 4 P", "B T 2 P", "B T 2 I", "B H 2 P", "B H 2 I"
+    heads = 16 if kind == "whole" else 2  # the kernels divide many heads among threads as a whole
+    of_keys = f"B T {heads} P", f"B T {heads} I", f"B H {heads} P", f"B H {heads} I"
+    shapes = f"B T {2 * heads} P", *of_keys
 
     def run(method, q, k, v, keys, values):
         if kind == "whole":
