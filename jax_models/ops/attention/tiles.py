@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.attention.definition import CausalAttention, past_steps
-from jax_models.ops.attention.tiling import AFTER_ALL_QUERIES, Parts, Tiling, tiles, untiled
+from jax_models.ops.attention.tiling import AFTER_ALL_QUERIES, WHOLE, Parts, Tiling, tiles, untiled
 from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
@@ -24,10 +24,11 @@ TILE, LARGE_TILE = 128, 512
 The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
 products.
 """
-PART = 4 * TILE**2
+PART = 2 * TILE**2
 """The largest number of scores of the tiles that are computed together on a CPU.
 
-More heads and rows of the batch than that follow one another in a loop.
+More heads and rows of the batch than that are computed in parts, one after another, because writing
+all of q, k, v and the scores to fresh memory takes longer than the products of short sequences.
 """
 FEW_TILES = 6
 """The largest number of pairs of tiles for which the loop is unrolled."""
@@ -36,32 +37,37 @@ FEW_TILES = 6
 @jax.jit  # else eager calls would compile the loop each time
 def run_small(call: CausalAttention) -> Array:
     """Computes the attention in tiles for a CPU."""
-    return _run(call, TILE, PART)
+    return _run(call, *_small(call))
 
 
 @jax.jit
 def run_large(call: CausalAttention) -> Array:
     """Computes the attention in tiles for an accelerator."""
-    return _run(call, LARGE_TILE)
+    return _run(call, *_large(call))
 
 
-def _run(call: CausalAttention, largest: int, part: int | None = None) -> Array:
+def _run(call: CausalAttention, tiling: Tiling, parts: Parts) -> Array:
     """Computes the softmax with a running maximum and sum.
 
     Only the scores of one tile of queries and one tile of keys exist at a time, and the backward
     pass recomputes them. Memory is therefore linear in the number of steps. A step reads the past
     in tiles of up to four times the size, and skips the tiles in which no slot is filled.
 
-    With a `part`, a loop computes a few heads and rows of the batch at a time, because on a CPU,
-    writing all of q, k, v and the scores to fresh memory takes longer than the products of short
-    sequences.
+    The parts of the batch and of the heads are computed one after another.
     """
     floats = call.q, call.k, call.v, call.past.keys, call.past.values
-    tiling = _tiling(call, largest)
-    parts = Parts(1, 1)
-    if part and not call.past.keys.shape[1] and runs_on_one_device("cpu"):
-        parts = Parts.of(call.q, call.k, tiling, part)
     return _attended(tiling, parts, floats, (call.first, call.past.position))[0]
+
+
+def _small(call: CausalAttention) -> tuple[Tiling, Parts]:
+    tiling = _tiling(call, TILE)
+    # A loop over slices would copy a cache, and gather a batch that is divided over devices.
+    in_parts = not call.past.keys.shape[1] and runs_on_one_device("cpu")
+    return tiling, Parts.of(call.q, call.k, tiling, PART) if in_parts else WHOLE
+
+
+def _large(call: CausalAttention) -> tuple[Tiling, Parts]:
+    return _tiling(call, LARGE_TILE), WHOLE
 
 
 def _tiling(call: CausalAttention, largest: int) -> Tiling:
@@ -69,8 +75,8 @@ def _tiling(call: CausalAttention, largest: int) -> Tiling:
 
 
 def small_tiles_pay(call: CausalAttention, platform: str, differentiated: bool) -> bool:
-    """Whether the two sizes differ. They do not if there are few steps."""
-    return _tiling(call, TILE) != _tiling(call, LARGE_TILE)
+    """Whether the two forms differ. They do not if there are few steps, heads and rows."""
+    return _small(call) != _large(call)
 
 
 class _Queries(NamedTuple):

@@ -70,7 +70,7 @@ class Parts(NamedTuple):
         """Chooses the fewest parts whose tiles have at most `largest` scores, or one head each."""
         batch, _, heads, features = q.shape
         if is_symbolic_dim(batch):
-            return cls(1, 1)
+            return WHOLE
 
         def fewest(count: int, size: int) -> int:
             fits = (n for n in range(1, count) if count % n == 0 and count // n * size <= largest)
@@ -85,7 +85,7 @@ class Parts(NamedTuple):
 
         The first axis of each array is the batch, and the third axis the heads.
         """
-        if self == (1, 1):
+        if self == WHOLE:
             return function(*arrays)
 
         def place(x: Array, part: Array) -> tuple[list[Any], list[int]]:
@@ -104,6 +104,9 @@ class Parts(NamedTuple):
 
         results, arrays = match_varying_axes((results, arrays))
         return lax.fori_loop(0, self.rows * self.heads, run_part, results)
+
+
+WHOLE = Parts(1, 1)
 
 
 def tiles(x: Array, tile: int, group: int = 1, fill: float = 0) -> Array:
