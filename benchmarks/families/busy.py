@@ -6,26 +6,22 @@ same without them. A kernel that waited for a thread without a core would be muc
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from benchmarks.families import attention, gated, plain
 from benchmarks.families.gated.ours_and_torch import by_method as gated_by_method
+from benchmarks.families.plain.pairs import Run, run_selective_scan, run_state_space
 from benchmarks.problem import OURS, Contenders, Function, Problem, operator, require_kernels
 from benchmarks.report.plot import RowsByAllocator, ratios
-from jax_models.ops import gated_delta_rule
 
 XLA = "XLA"
 MAX_RATIO = 1.1
 """The largest allowed ratio of the kernels' time to XLA's."""
-
-
-def state_space_by_method(problem: Problem, method: str) -> Function:
-    """The recurrence of Mamba-2, by this form."""
-    return operator(
-        problem, lambda **arrays: gated_delta_rule(**arrays, beta=None, method=method)[0]
-    )
+MIN_STEPS = 33
+"""The number of steps from which `method="auto"` uses all kernels."""
 
 
 class Kind(NamedTuple):
@@ -37,14 +33,25 @@ class Kind(NamedTuple):
     """The form that XLA computes."""
 
 
+def scan(name: str, run: Run) -> Kind:
+    """A scan of the family `plain`, in some of its sizes, and in chunks where XLA computes it."""
+
+    def problems(quick: bool) -> list[plain.Operator]:
+        found = [each for each in plain.problems(quick=False) if each.operator == name]
+        long = [each for each in found if each.sizes[1] >= MIN_STEPS]
+        return long[:1] if quick else long[::4]
+
+    def by_method(problem: Problem, method: str) -> Function:
+        return operator(problem, partial(run, method))
+
+    return Kind(problems, by_method, "chunked")
+
+
 KINDS = {
     "gated": Kind(gated.problems, gated_by_method, "xla"),
     "attention": Kind(attention.problems, attention.by_method, "small_tiles"),
-    "state space": Kind(
-        lambda quick: [each for each in plain.problems(quick) if each.operator == "state space"],
-        state_space_by_method,
-        "chunked",
-    ),
+    "state space": scan("state space", run_state_space),
+    "selective scan": scan("selective_scan", run_selective_scan),
 }
 
 

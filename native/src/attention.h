@@ -289,7 +289,7 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
       store(scores + v * kLanes<T>, weight);
       total += weight;
     }
-    sum = sum * faded + reduce<T>(total, [](T a, T b) { return a + b; });
+    sum = sum * faded + sum_lanes<T>(total);
     return faded;
   }
 };

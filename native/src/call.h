@@ -150,6 +150,48 @@ struct LinearAttentionBackward : LinearAttention<T> {
   T* dstate = nullptr;      // (B, H, E, D)
 };
 
+// The number of steps between states that the forward pass of the selective scan keeps.
+constexpr int64_t kSelectiveScanChunk = 16;
+
+// The selective scan of Mamba with B rows, T steps in C chunks, F features and N states of each.
+template <typename T>
+struct SelectiveScan {
+  using Real = T;
+  int64_t batch = 0, time = 0, features = 0, states = 0;
+
+  const T* u = nullptr;         // (B, T, F)
+  const T* dt = nullptr;        // (B, T, F)
+  const T* A = nullptr;         // (B, N, F)
+  const T* B = nullptr;         // (B, T, N)
+  const T* C = nullptr;         // (B, T, N)
+  const bool* reset = nullptr;  // (B, T): the state restarts before step t
+};
+
+template <typename T>
+struct SelectiveScanForward : SelectiveScan<T> {
+  static constexpr bool kForward = true;
+  const T* state = nullptr;  // (B, N, F)
+
+  T* y = nullptr;       // (B, T, F)
+  T* last = nullptr;    // (B, N, F)
+  T* before = nullptr;  // (B, C, N, F): the state before each chunk, or null
+};
+
+template <typename T>
+struct SelectiveScanBackward : SelectiveScan<T> {
+  static constexpr bool kForward = false;
+  const T* before = nullptr;  // (B, C, N, F)
+  const T* dy = nullptr;      // (B, T, F)
+  const T* dlast = nullptr;   // (B, N, F)
+
+  T* du = nullptr;      // (B, T, F)
+  T* ddt = nullptr;     // (B, T, F)
+  T* dA = nullptr;      // (B, N, F)
+  T* dB = nullptr;      // (B, parts, T, N): the part of some of the features
+  T* dC = nullptr;      // (B, parts, T, N)
+  T* dstate = nullptr;  // (B, N, F)
+};
+
 // The kernels that were compiled for one instruction set.
 template <typename T>
 struct Kernels {
@@ -161,6 +203,9 @@ struct Kernels {
   // The heads of values that share a key head are divided into this many parts.
   void (*linear_attention_forward)(const LinearAttentionForward<T>&, int64_t parts);
   void (*linear_attention_backward)(const LinearAttentionBackward<T>&, int64_t parts);
+  // The features are divided into this many parts.
+  void (*selective_scan_forward)(const SelectiveScanForward<T>&, int64_t parts);
+  void (*selective_scan_backward)(const SelectiveScanBackward<T>&, int64_t parts);
 };
 
 // Returns the kernels for the best instruction set that this processor has.

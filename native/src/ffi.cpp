@@ -14,6 +14,29 @@ namespace {
 namespace ffi = xla::ffi;
 using Shape = std::initializer_list<int64_t>;
 
+// Calls `run` with an empty call for the type of an array.
+template <template <typename> class Call, typename Run>
+ffi::Error with_type_of(const ffi::AnyBuffer& array, Run run) {
+  try {
+    if (array.element_type() == ffi::F32) return run(Call<float>());
+    if (array.element_type() == ffi::F64) return run(Call<double>());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the arrays of the kernel");
+  }
+  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+}
+
+// The sizes of an array, with all axes before the last `axes` merged into one, that of the rows.
+std::vector<int64_t> sizes_of(const ffi::AnyBuffer& array, size_t axes) {
+  const auto got = array.dimensions();
+  std::vector<int64_t> merged(got.begin(), got.end());
+  while (merged.size() > axes + 1) {
+    merged[1] *= merged[0];
+    merged.erase(merged.begin());
+  }
+  return merged;
+}
+
 // Takes the buffers of a call one after the other. Remembers the first error.
 template <typename T>
 class Buffers {
@@ -74,15 +97,10 @@ class Buffers {
                           : std::is_same_v<U, int32_t> ? ffi::S32
                                                        : ffi::PRED;
     // `vmap` adds axes before the first one, which are rows, too.
-    const auto got = buffer.dimensions();
-    std::vector<int64_t> merged(got.begin(), got.end());
-    while (merged.size() > shape.size()) {
-      merged[1] *= merged[0];
-      merged.erase(merged.begin());
-    }
-    if (!std::equal(shape.begin(), shape.end(), merged.begin(), merged.end())) {
-      return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected shape " +
-                                                 text(shape) + ", got " + text(got)));
+    const auto sizes = sizes_of(buffer, shape.size() - 1);
+    if (!std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end())) {
+      return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected shape " + text(shape) +
+                                                 ", got " + text(buffer.dimensions())));
     }
     if (buffer.element_type() != type) {
       return fail<U>(ffi::Error::InvalidArgument(
@@ -172,7 +190,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
   if (const int64_t d = state->dimensions()[0]; d < 1 || d > kMostDirections) {
     return ffi::Error::InvalidArgument("expected one direction or two");
   }
-  const auto with_type = [&](auto call) {
+  return with_type_of<Call>(*first, [&](auto call) {
     call.batch = first->dimensions()[0];
     call.time = first->dimensions()[1];
     call.directions = state->dimensions()[0];
@@ -185,14 +203,7 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
     } else {
       return backward(cell, call, {arguments, results});
     }
-  };
-  try {
-    if (first->element_type() == ffi::F32) return with_type(Call<float>());
-    if (first->element_type() == ffi::F64) return with_type(Call<double>());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed weights and the states of all rows");
-  }
-  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+  });
 }
 
 template <Cell cell>
@@ -222,21 +233,15 @@ ffi::Error run_rnn_backward(int64_t reverse, bool relu, ffi::RemainingArgs argum
 template <template <typename> class Call>
 ffi::Error run_attention(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
   const auto q = arguments.get<ffi::AnyBuffer>(0), v = arguments.get<ffi::AnyBuffer>(2);
-  if (!q || !v || q->dimensions().size() < 3 || v->dimensions().size() != q->dimensions().size()) {
+  if (!q || !v || q->dimensions().size() < 4 || v->dimensions().size() != q->dimensions().size()) {
     return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
   }
-  const auto with_type = [&](auto call) {
+  return with_type_of<Call>(*q, [&](auto call) {
     using T = typename decltype(call)::Real;
-    const size_t axes = q->dimensions().size();
-    call.time = q->dimensions()[axes - 3];
-    call.heads = q->dimensions()[axes - 2];
-    call.features = q->dimensions()[axes - 1];
-    call.kv_heads = v->dimensions()[axes - 2];
-    call.values = v->dimensions()[axes - 1];
-    call.batch = 1;
-    for (size_t axis = 0; axis + 3 < axes; ++axis) call.batch *= q->dimensions()[axis];
-    const int64_t b = call.batch, t = call.time, h = call.heads, n = call.kv_heads;
-    const int64_t d = call.features, e = call.values;
+    const auto of_q = sizes_of(*q, 3), of_v = sizes_of(*v, 3);
+    const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
+    const int64_t h = call.heads = of_q[2], d = call.features = of_q[3];
+    const int64_t n = call.kv_heads = of_v[2], e = call.values = of_v[3];
     Buffers<T> buffers(arguments, results);
     call.q = buffers.argument("q", {b, t, h, d});
     call.k = buffers.argument("k", {b, t, n, d});
@@ -260,14 +265,7 @@ ffi::Error run_attention(ffi::RemainingArgs arguments, ffi::RemainingRets result
       if (error.success()) kernels<T>().attention_backward(call);
     }
     return error;
-  };
-  try {
-    if (q->element_type() == ffi::F32) return with_type(Call<float>());
-    if (q->element_type() == ffi::F64) return with_type(Call<double>());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the packed keys");
-  }
-  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+  });
 }
 
 // Reads the sizes from q and v, whose axes before the last three are rows of the batch. Without
@@ -279,18 +277,12 @@ ffi::Error run_linear_attention(int64_t parts, bool keep, ffi::RemainingArgs arg
   if (!q || !v || q->dimensions().size() < 4 || v->dimensions().size() != q->dimensions().size()) {
     return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
   }
-  const auto with_type = [&](auto call) {
+  return with_type_of<Call>(*q, [&](auto call) {
     using T = typename decltype(call)::Real;
-    const size_t axes = q->dimensions().size();
-    call.time = q->dimensions()[axes - 3];
-    call.key_heads = q->dimensions()[axes - 2];
-    call.features = q->dimensions()[axes - 1];
-    call.heads = v->dimensions()[axes - 2];
-    call.values = v->dimensions()[axes - 1];
-    call.batch = 1;
-    for (size_t axis = 0; axis + 3 < axes; ++axis) call.batch *= q->dimensions()[axis];
-    const int64_t b = call.batch, t = call.time, h = call.heads, n = call.key_heads;
-    const int64_t d = call.features, e = call.values;
+    const auto of_q = sizes_of(*q, 3), of_v = sizes_of(*v, 3);
+    const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
+    const int64_t n = call.key_heads = of_q[2], d = call.features = of_q[3];
+    const int64_t h = call.heads = of_v[2], e = call.values = of_v[3];
     const int64_t chunks = (t + kLinearAttentionChunk - 1) / kLinearAttentionChunk;
     if (n < 1 || h % n || parts < 1 || parts > h / n) {
       return ffi::Error::InvalidArgument("expected heads that can be divided among key heads and parts");
@@ -322,14 +314,56 @@ ffi::Error run_linear_attention(int64_t parts, bool keep, ffi::RemainingArgs arg
       if (error.success()) kernels<T>().linear_attention_backward(call, parts);
     }
     return error;
-  };
-  try {
-    if (q->element_type() == ffi::F32) return with_type(Call<float>());
-    if (q->element_type() == ffi::F64) return with_type(Call<double>());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the states");
+  });
+}
+
+// Reads the sizes from u and B, whose axes before the last two are rows of the batch. Without `keep`,
+// the forward kernel does not return the states before the chunks.
+template <template <typename> class Call>
+ffi::Error run_selective_scan(int64_t parts, bool keep, ffi::RemainingArgs arguments,
+                              ffi::RemainingRets results) {
+  const auto u = arguments.get<ffi::AnyBuffer>(0), B = arguments.get<ffi::AnyBuffer>(3);
+  if (!u || !B || u->dimensions().size() < 3 || B->dimensions().size() != u->dimensions().size()) {
+    return ffi::Error::InvalidArgument("expected u and B with as many dimensions");
   }
-  return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
+  return with_type_of<Call>(*u, [&](auto call) {
+    using T = typename decltype(call)::Real;
+    const auto of_u = sizes_of(*u, 2), of_B = sizes_of(*B, 2);
+    const int64_t b = call.batch = of_u[0], t = call.time = of_u[1];
+    const int64_t f = call.features = of_u[2], n = call.states = of_B[2];
+    const int64_t chunks = (t + kSelectiveScanChunk - 1) / kSelectiveScanChunk;
+    if (parts < 1) return ffi::Error::InvalidArgument("expected at least one part");
+    Buffers<T> buffers(arguments, results);
+    call.u = buffers.argument("u", {b, t, f});
+    call.dt = buffers.argument("dt", {b, t, f});
+    call.A = buffers.argument("A", {b, n, f});
+    call.B = buffers.argument("B", {b, t, n});
+    call.C = buffers.argument("C", {b, t, n});
+    call.reset = buffers.template argument<bool>("reset", {b, t});
+    if constexpr (decltype(call)::kForward) {
+      call.state = buffers.argument("state", {b, n, f});
+      call.y = buffers.result("y", {b, t, f});
+      call.last = buffers.result("last", {b, n, f});
+      if (keep) call.before = buffers.result("before", {b, chunks, n, f});
+    } else {
+      call.before = buffers.argument("before", {b, chunks, n, f});
+      call.dy = buffers.argument("dy", {b, t, f});
+      call.dlast = buffers.argument("dlast", {b, n, f});
+      call.du = buffers.result("du", {b, t, f});
+      call.ddt = buffers.result("ddt", {b, t, f});
+      call.dA = buffers.result("dA", {b, n, f});
+      call.dB = buffers.result("dB", {b, parts, t, n});
+      call.dC = buffers.result("dC", {b, parts, t, n});
+      call.dstate = buffers.result("dstate", {b, n, f});
+    }
+    ffi::Error error = buffers.error();
+    if constexpr (decltype(call)::kForward) {
+      if (error.success()) kernels<T>().selective_scan_forward(call, parts);
+    } else {
+      if (error.success()) kernels<T>().selective_scan_backward(call, parts);
+    }
+    return error;
+  });
 }
 
 auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
@@ -361,4 +395,9 @@ TWINSCAN_EXPORT(twinscan_linear_attention_forward,
                 twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
 TWINSCAN_EXPORT(twinscan_linear_attention_backward,
                 run_linear_attention<twinscan::LinearAttentionBackward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_selective_scan<twinscan::SelectiveScanForward>,
+                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_backward,
+                run_selective_scan<twinscan::SelectiveScanBackward>,
                 twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));

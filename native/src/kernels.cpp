@@ -4,6 +4,7 @@
 #include "linear_attention.h"
 #include "lstm.h"
 #include "rnn.h"
+#include "selective_scan.h"
 
 namespace twinscan::TWINSCAN_ISA {
 
@@ -41,7 +42,9 @@ constexpr Kernels<T> kernels_of_type{
     run_attention<AttentionForwardJob, AttentionForward<T>>,
     run_attention<AttentionBackwardJob, AttentionBackward<T>>,
     run_linear_attention<LinearAttentionForwardJob, LinearAttentionForward<T>>,
-    run_linear_attention<LinearAttentionBackwardJob, LinearAttentionBackward<T>>};
+    run_linear_attention<LinearAttentionBackwardJob, LinearAttentionBackward<T>>,
+    run_selective_scan<SelectiveScanForwardJob, SelectiveScanForward<T>>,
+    run_selective_scan<SelectiveScanBackwardJob, SelectiveScanBackward<T>>};
 const Kernels<float> kernels_float32 = kernels_of_type<float>;
 const Kernels<double> kernels_float64 = kernels_of_type<double>;
 

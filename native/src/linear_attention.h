@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -36,21 +35,22 @@ struct Decays {
   // Each sum of log decays has only the terms that it needs, so that a strong decay costs the other
   // steps no digits.
   void set(const T* log_decay, int64_t distance, int64_t count) {
+    const int64_t columns = padded<T>(count);
     T sums[kChunk] = {}, total = 0;
-    std::fill_n(from_start, kChunk, T(0));
+    std::fill_n(from_start, columns, T(0));
     for (int64_t t = 0; t < count; ++t) {
       const T now = log_decay[t * distance];
       total += now;
       from_start[t] = total;
       for (int64_t i = 0; i < t; ++i) sums[i] += now;
       T* const row = between + t * kChunk;
-      for (int64_t i = 0; i < kChunk; i += kLanes<T>) store(row + i, power<T>(load(sums + i)));
-      std::fill(row + t + 1, row + kChunk, T(0));
+      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, power<T>(load(sums + i)));
+      std::fill(row + t + 1, row + columns, T(0));
     }
-    for (int64_t t = 0; t < kChunk; t += kLanes<T>) {
+    for (int64_t t = 0; t < columns; t += kLanes<T>) {
       store(from_start + t, power<T>(load(from_start + t)));
     }
-    if (count > 0) std::copy_n(between + (count - 1) * kChunk, kChunk, to_end);
+    if (count > 0) std::copy_n(between + (count - 1) * kChunk, count, to_end);
     whole = count > 0 ? from_start[count - 1] : T(1);
   }
 };
@@ -58,37 +58,20 @@ struct Decays {
 // What the forward and the backward pass share: the division over threads, and the products q_t·k_i
 // of a chunk. A task has some of the heads that share a head of q and k, in one row of the batch.
 template <typename Call>
-class LinearAttentionJob : public Job {
+class LinearAttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
   LinearAttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
-      : call_(call),
+      : TaskJob(call.batch * call.key_heads * parts, threads, size_t(scratch) * sizeof(T)),
+        call_(call),
         parts_(parts),
         heads_per_key_(call.heads / call.key_heads),
         chunks_(ceil_div(call.time, kChunk)),
         of_k_(padded<T>(call.features)),
-        of_v_(padded<T>(call.values)),
-        tasks_(call.batch * call.key_heads * parts),
-        memory_(size_t(scratch) * sizeof(T) * threads + 64 * (threads + 1)),
-        progress_(tasks_) {
-    Arena arena(memory_.start());
-    for (int thread = 0; thread < threads; ++thread) scratch_.push_back(arena.take<T>(scratch));
-  }
-
-  void work(int thread) override {
-    for (int64_t task = 0; task < tasks_; ++task) {
-      if (!progress_[task].begin(0)) continue;
-      run_task(task, scratch_[thread]);
-      progress_[task].end(0);
-      wake();
-    }
-    for (int64_t task = 0; thread == 0 && task < tasks_; ++task) wait(progress_[task], 0);
-  }
+        of_v_(padded<T>(call.values)) {}
 
  protected:
-  virtual void run_task(int64_t task, T* scratch) = 0;
-
   // The arrays of a task that hold the steps of a chunk for all its heads.
   struct Shared {
     T *q, *k;           // (step, feature)
@@ -113,7 +96,7 @@ class LinearAttentionJob : public Job {
     copy_rows(call_.q + start, distance, count, features, shared.q);
     copy_rows(call_.k + start, distance, count, features, shared.k);
     transpose(call_.k + start, distance, count, features, shared.k_by_feature, kChunk);
-    set_product<T>(count, kChunk / kLanes<T>, features, shared.q, of_k_, shared.k_by_feature, kChunk,
+    set_product<T>(count, ceil_div(count, kLanes<T>), features, shared.q, of_k_, shared.k_by_feature, kChunk,
                    shared.scores, kChunk);
   }
 
@@ -129,12 +112,6 @@ class LinearAttentionJob : public Job {
 
   const Call call_;
   const int64_t parts_, heads_per_key_, chunks_, of_k_, of_v_;
-
- private:
-  const int64_t tasks_;
-  std::vector<T*> scratch_;
-  const Memory memory_;
-  std::vector<Progress> progress_;
 };
 
 template <typename T>
@@ -152,7 +129,8 @@ class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForwa
                      padded<T>(call.values)) {}
 
  private:
-  void run_task(int64_t task, T* scratch) override {
+  void run_task(int64_t task, void* memory) override {
+    T* scratch = static_cast<T*>(memory);
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
     const int64_t features = call_.features, values = call_.values, time = call_.time;
@@ -189,7 +167,7 @@ class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForwa
         for (int64_t i = 0; i < count; ++i) {
           scale(y + i * of_v_, decays.from_start[i], of_v_);
           multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
-                   kChunk);
+                   count);
         }
         add_product<T>(count, of_v_ / kLanes<T>, count, weights, kChunk, v, of_v_, y, of_v_);
         T* const to = call_.y + place * values;
@@ -226,7 +204,8 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
                      padded<T>(call.values)) {}
 
  private:
-  void run_task(int64_t task, T* scratch) override {
+  void run_task(int64_t task, void* memory) override {
+    T* scratch = static_cast<T*>(memory);
     const int64_t part = task % parts_;
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
@@ -259,7 +238,8 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
     for (int64_t chunk = chunks_ - 1; chunk >= 0; --chunk) {
       const int64_t t = chunk * kChunk, count = std::min(kChunk, time - t);
       this->read_chunk(shared, b, g, t, count);
-      std::fill_n(dscores, kChunk * kChunk, T(0));
+      const int64_t vectors = ceil_div(count, kLanes<T>);  // of steps
+      std::fill_n(dscores, count * kChunk, T(0));
       std::fill_n(dq_by_feature, features * kChunk, T(0));
       std::fill_n(dk_by_feature, features * kChunk, T(0));
       for (int64_t n = 0; n < heads; ++n) {
@@ -274,15 +254,15 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
         transpose(call_.v + place * values, distance, count, values, v_by_value, kChunk);
 
         // The products of all pairs of steps
-        set_product<T>(count, kChunk / kLanes<T>, values, dy, of_v_, v_by_value, kChunk, decayed,
+        set_product<T>(count, vectors, values, dy, of_v_, v_by_value, kChunk, decayed,
                        kChunk);
         for (int64_t i = 0; i < count; ++i) {
           T* const row = decayed + i * kChunk;
           multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
-                   kChunk);
-          multiply(row, decays.between + i * kChunk, row, kChunk);
-          multiply(row, shared.scores + i * kChunk, dsums + i * kChunk, kChunk);
-          add(row, dscores + i * kChunk, kChunk);
+                   count);
+          multiply(row, decays.between + i * kChunk, row, count);
+          multiply(row, shared.scores + i * kChunk, dsums + i * kChunk, count);
+          add(row, dscores + i * kChunk, count);
         }
         // ∂v_i = f_i ∂S k_i + Σ_t M_ti ∂y_t
         T of_start[kChunk], of_end[kChunk], of_whole = 0;
@@ -306,9 +286,9 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
             v_by_value[f * kChunk + i] *= decays.to_end[i];
           }
         }
-        add_product<T>(features, kChunk / kLanes<T>, values, state, of_v_, dy_by_value, kChunk,
+        add_product<T>(features, vectors, values, state, of_v_, dy_by_value, kChunk,
                        dq_by_feature, kChunk);
-        add_product<T>(features, kChunk / kLanes<T>, values, dstate, of_v_, v_by_value, kChunk,
+        add_product<T>(features, vectors, values, dstate, of_v_, v_by_value, kChunk,
                        dk_by_feature, kChunk);
         // ∂S before the chunk
         scale(dstate, decays.whole, of_state);
@@ -318,7 +298,7 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
       }
       // What all heads of the task add to ∂q and ∂k
       set_product<T>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.k, of_k_, dq, of_k_);
-      std::fill_n(dk, kChunk * of_k_, T(0));
+      std::fill_n(dk, count * of_k_, T(0));
       add_product<T, true>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.q, of_k_, dk,
                            of_k_);
       for (int64_t i = 0; i < count; ++i) {
@@ -341,7 +321,7 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
                        int64_t count, T* dlog, int64_t distance) {
     T later[kChunk] = {}, of_starts = 0;
     for (int64_t s = count - 1; s >= 0; --s) {
-      add(dsums + s * kChunk, later, kChunk);
+      add(dsums + s * kChunk, later, count);
       of_starts += of_start[s];
       T sum = of_starts + of_whole;
       for (int64_t i = 0; i < s; ++i) sum += later[i] + of_end[i];

@@ -36,14 +36,15 @@ struct ExpConstants<double> {
 template <typename T>
 struct Exp {
   Vector<T> scale, rest;
+
+  Vector<T> value() const { return scale * rest + scale; }
 };
 
+// Expects |x| ≤ kMost.
 template <typename T>
-inline Exp<T> exp(Vector<T> x) {
+inline Exp<T> exp_in_range(Vector<T> x) {
   using C = ExpConstants<T>;
   using Integer = typename VectorTypes<T>::Integer;
-  x = x < -C::kMost ? -C::kMost - Vector<T>{} : x;
-  x = x > C::kMost ? C::kMost - Vector<T>{} : x;
   const Vector<T> shifted = x * T(1.4426950408889634) + C::kRound;
   const Vector<T> n = shifted - C::kRound;
   const Vector<T> r = (x - n * C::kLn2High) - n * C::kLn2Low;
@@ -56,6 +57,14 @@ inline Exp<T> exp(Vector<T> x) {
 }
 
 template <typename T>
+inline Exp<T> exp(Vector<T> x) {
+  constexpr T kMost = ExpConstants<T>::kMost;
+  x = x < -kMost ? -kMost - Vector<T>{} : x;
+  x = x > kMost ? kMost - Vector<T>{} : x;
+  return exp_in_range<T>(x);
+}
+
+template <typename T>
 inline Vector<T> minus_abs(Vector<T> x) {
   return x > 0 ? -x : x;
 }
@@ -63,7 +72,7 @@ inline Vector<T> minus_abs(Vector<T> x) {
 template <typename T>
 inline Vector<T> sigmoid(Vector<T> x) {
   const Exp<T> e = exp<T>(-x);
-  return 1 / (1 + (e.scale * e.rest + e.scale));
+  return 1 / (1 + e.value());
 }
 
 // tanh |x| is 1 − 2e / (1 + e) with e = e^(−2|x|). Below 0.55 that would cancel: there it is
@@ -73,7 +82,7 @@ template <typename T>
 inline Vector<T> tanh(Vector<T> x) {
   const Vector<T> minus = minus_abs<T>(x);
   const Exp<T> e = exp<T>(2 * minus);
-  const Vector<T> power = e.scale * e.rest + e.scale;
+  const Vector<T> power = e.value();
   Vector<T> result;  // of −|x|
   if constexpr (sizeof(T) == sizeof(float)) {
     const Vector<T> z = x * x;

@@ -13,11 +13,10 @@ constexpr int64_t padded(int64_t count) {
   return ceil_div(count, kLanes<T>) * kLanes<T>;
 }
 
-// e^x, and 0 where that is no normal number
+// e^x of an x ≤ kMost, and 0 where that is no normal number
 template <typename T>
 inline Vector<T> power(Vector<T> x) {
-  const Exp<T> e = exp<T>(x);
-  return x < -ExpConstants<T>::kMost ? Vector<T>{} : e.scale * e.rest + e.scale;
+  return x < -ExpConstants<T>::kMost ? Vector<T>{} : exp_in_range<T>(x).value();
 }
 
 // Combines all lanes, halving their number in each turn.
@@ -31,6 +30,11 @@ inline T reduce(Vector<T> x, Operation combine) {
     for (int lane = 0; lane < count; ++lane) lanes[lane] = combine(lanes[lane], lanes[lane + count]);
   }
   return lanes[0];
+}
+
+template <typename T>
+inline T sum_lanes(Vector<T> x) {
+  return reduce<T>(x, [](T a, T b) { return a + b; });
 }
 
 // The rows of a head lie too far apart for the processor to foresee the next ones.
@@ -49,11 +53,11 @@ inline void copy_rows(const T* from, int64_t distance, int64_t rows, int64_t cou
   }
 }
 
-// to[column][row] = from[row][column]. Columns of `to` from `rows` on become zero.
+// to[column][row] = from[row][column]. The last vector of each row of `to` is filled with zeros.
 template <typename T>
 inline void transpose(const T* from, int64_t distance, int64_t rows, int64_t count, T* to,
                       int64_t to_distance) {
-  for (int64_t row = 0; row < to_distance; ++row) {
+  for (int64_t row = 0; row < padded<T>(rows); ++row) {
     for (int64_t i = 0; i < count; ++i) {
       to[i * to_distance + row] = row < rows ? from[row * distance + i] : T(0);
     }
@@ -89,7 +93,7 @@ template <typename T>
 inline T dot(const T* a, const T* b, int64_t count) {
   Vector<T> sum = {};
   for (int64_t i = 0; i < count; i += kLanes<T>) sum += load(a + i) * load(b + i);
-  return reduce<T>(sum, [](T x, T y) { return x + y; });
+  return sum_lanes<T>(sum);
 }
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace twinscan {
 
@@ -84,6 +85,21 @@ class Memory {
 
  private:
   void* block_;
+};
+
+// A job of tasks that do not depend on one another. Each thread has memory of its own for them.
+class TaskJob : public Job {
+ public:
+  TaskJob(int64_t tasks, int threads, size_t scratch_bytes);
+  void work(int thread) final;
+
+ protected:
+  virtual void run_task(int64_t task, void* scratch) = 0;
+
+ private:
+  const size_t scratch_bytes_;
+  const Memory memory_;
+  std::vector<Progress> progress_;
 };
 
 }  // namespace twinscan

@@ -13,7 +13,7 @@ from jax_models.ops.affine import affine
 from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.gated.stack import Stack, run_layer
 from jax_models.ops.shard_map_axes import match_varying_axes
-from twinscan_native import attention, linear_attention
+from twinscan_native import attention, linear_attention, selective_scan
 from twinscan_native.kernels import GRU, LSTM, RELU, RNN, Kernel, Kind, refusal_of
 
 MIN_STEPS = 16
@@ -58,6 +58,7 @@ FORMS = {
     "recurrent_stack": (ops.Form("native", run, ("cpu",), refusal, pays),),
     "attention": (attention.FORM,),
     "gated_delta_rule": (linear_attention.FORM,),
+    "selective_scan": (selective_scan.FORM,),
 }
 
 

@@ -1,6 +1,7 @@
 """The kernels of the shared library, those of recurrences as functions of JAX arrays."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,8 @@ def loading_error() -> str | None:
         library = ctypes.CDLL(str(twinscan_native.path()))
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
-    for operator in (LSTM.name, GRU.name, RNN.name, "attention", "linear_attention"):
+    operators = "lstm", "gru", "rnn", "attention", "linear_attention", "selective_scan"
+    for operator in operators:
         for way in ("forward", "backward"):
             name = f"twinscan_{operator}_{way}"
             kernel = jax.ffi.pycapsule(getattr(library, name))
@@ -75,7 +77,7 @@ def refusal_of(
 
 def call_kernel(
     name: str, shapes: list[Any], *arrays: jax.Array, **options: Any
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """Calls a kernel that takes rows of a batch, to which `vmap` adds its own."""
     function = jax.ffi.ffi_call(f"twinscan_{name}", shapes, vmap_method="broadcast_all")
     return function(*arrays, **options)

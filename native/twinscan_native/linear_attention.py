@@ -13,8 +13,8 @@ from twinscan_native.kernels import call_kernel, refusal_of
 
 CHUNK = 64
 """The number of steps that the kernels compute at once."""
-MIN_STEPS = 16
-"""The number of steps from which chunks pay."""
+MIN_STEPS = 33
+"""The number of steps from which the kernels pay. XLA computes 32 steps as a single chunk."""
 
 
 def refusal(call: GatedDeltaRule) -> str | None:

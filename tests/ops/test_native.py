@@ -331,6 +331,39 @@ def test_results_depend_on_the_number_of_threads_only_by_rounding(sizes, num_thr
         jax.tree.map(np.testing.assert_array_equal, compiled(*arguments), together)
 
 
+def selective_scan(u, dt, A, B, C):
+    return ops.selective_scan(u, dt**2, -(A**2), B, C, method="native")
+
+
+def state_space(q, k, v, log_decay):
+    return ops.gated_delta_rule(q, k, v, -(log_decay**2), beta=None, method="native")
+
+
+def attention(q, k, v):
+    return ops.attention(q, k, v, method="native")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("operator", "shapes"),
+    [
+        (selective_scan, [(2, 40, 150)] * 2 + [(150, 7)] + [(2, 40, 7)] * 2),
+        (state_space, [(1, 140, 2, 12)] * 2 + [(1, 140, 10, 9), (1, 140, 10)]),
+        (attention, [(2, 140, 6, 12), (2, 140, 2, 12), (2, 140, 2, 12)]),
+    ],
+)
+def test_results_in_more_parts_differ_only_by_rounding(operator, shapes, num_threads, x64):
+    """These operators divide heads or features into parts, if there are more threads than rows."""
+    draw = np.random.default_rng(0).standard_normal
+    arrays = [jnp.asarray(draw(shape)) for shape in shapes]
+    num_threads(1)
+    alone = jax.jit(with_gradients(operator))(*arrays)
+    jax.clear_caches()  # the parts are counted while tracing
+    num_threads(8)
+    together = jax.jit(with_gradients(operator))(*arrays)
+    jax.tree.map(partial(assert_same, what="one thread and eight"), alone, together)
+
+
 @pytest.fixture
 def num_threads():
     import twinscan_native

@@ -89,6 +89,11 @@ def draw_state_space(rng, batch, time, groups, heads, head_size, state_size):
     return {"q": q, "k": k, "v": normal(rng, batch, time, heads, head_size), "log_decay": log_decay}
 
 
+def run_state_space(method, **arrays):
+    """The recurrence of Mamba-2, from the zero state."""
+    return ops.gated_delta_rule(**arrays, beta=None, method=method)[0]
+
+
 def by_definition(rule, draw, sizes) -> Pair:
     """A delta rule, whose plain version is its definition."""
 
@@ -348,9 +353,7 @@ PAIRS: Mapping[str, Pair] = {
     "kimi delta attention": by_definition(
         ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES
     ),
-    "state space": by_definition(
-        partial(ops.gated_delta_rule, beta=None), draw_state_space, STATE_SPACES
-    ),
+    "state space": Pair(draw_state_space, *by_form(run_state_space), STATE_SPACES),
     "wkv": Pair(draw_wkv, *by_form(run_wkv), ROWS),
     "linear_recurrence": Pair(draw_linear_recurrence, *by_form(run_linear_recurrence), ROWS),
     "min_gru": min_rnn(ops.min_gru, 2),

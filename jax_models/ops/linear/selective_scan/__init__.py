@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.forms import Form, Operator
+from jax_models.ops.forms import Form, Operator, not_installed
 from jax_models.ops.linear.definition import advance
 from jax_models.ops.linear.selective_scan import chunked, definition
 from jax_models.ops.linear.selective_scan.definition import SelectiveScan, Steps
@@ -23,6 +23,7 @@ SELECTIVE_SCAN = Operator(
         Form("chunked", chunked.run, refusal=chunked.refusal, pays=chunked.pays),
         Form("definition", definition.scan),
     ),
+    (not_installed("native", "twinscan-native", "pip install ./native"),),
 )
 
 SelectiveScanMethod = Annotated[str, "auto or the name of a form"]
@@ -62,8 +63,10 @@ def selective_scan(
         state: h before the first step. None: zero.
         method: the form that runs. "definition" is a plain `lax.scan`, whose backward pass stores
             all states. "chunked" stores one state for each chunk of at most 32 steps, and computes
-            the others again. "auto" is "chunked" if a derivative is computed and the number of
-            steps is not symbolic, and "definition" otherwise. `ops.forms_of` shows the choice.
+            the others again. "native" is the package `twinscan-native`, which runs on CPUs. "auto"
+            chooses the form that is likely to be the fastest for the call: where "native" is not
+            chosen, "chunked" if a derivative is computed and the number of steps is not symbolic,
+            and "definition" otherwise. `ops.forms_of` shows the choice.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             from zero, and once from the state after the devices before it.
@@ -72,8 +75,8 @@ def selective_scan(
         All y and the last h, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: `lengths` are given with a `time_axis`, or "chunked" is asked for with
-            a symbolic number of steps.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the form that `method` names
+            does not support the call. "chunked" takes no symbolic number of steps.
         TypeError: the dtype of an array is of another kind.
         ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
 
