@@ -53,8 +53,9 @@ template <typename T>
 void pack_rows(const T* from, int64_t distance, int64_t time, int64_t features, const bool* finite,
                T* rows) {
   for (int64_t t = 0; t < time; ++t, from += distance, rows += padded<T>(features)) {
-    std::fill_n(rows, padded<T>(features), T(0));
-    if (finite[t]) std::copy_n(from, features, rows);
+    const int64_t given = finite[t] ? features : 0;
+    std::copy_n(from, given, rows);
+    std::fill_n(rows + given, padded<T>(features) - given, T(0));
   }
 }
 
@@ -78,39 +79,53 @@ void pack_columns(const T* from, int64_t distance, int64_t time, int64_t feature
   }
 }
 
+// The number of packs for each thread from which no two threads work on the same pack.
+constexpr int64_t kManyPacks = 16;
+
 // What the forward and the backward pass share: packing the keys, and the division over threads.
+// A pack holds the keys and values of one head and row of the batch. If there are many packs, a thread
+// fills a pack and runs all of its tasks while the pack is in the cache. Otherwise the threads first
+// fill all packs, and then share the tasks of each.
 template <typename Call>
 class AttentionJob : public Job {
  public:
   using T = typename Call::Real;
 
+  // `tasks` is the number of tasks of each head of q, and `scratch` that of numbers of each thread.
   AttentionJob(const Call& call, int threads, int64_t tasks, int64_t scratch)
       : call_(call),
         packs_(call.batch * call.kv_heads),
-        tasks_(tasks),
+        tasks_(call.heads / call.kv_heads * tasks),
+        stored_(packs_ < kManyPacks * threads ? packs_ : threads),
         steps_(ceil_div(call.time, kWidth<T>) * kWidth<T>),
         memory_(lay_out(Arena(), threads, scratch)),
-        progress_(packs_ + tasks_) {
+        progress_(packs_ + (stored_ < packs_ ? 0 : packs_ * tasks_)) {
     lay_out(Arena(memory_.start()), threads, scratch);
   }
 
   void work(int thread) override {
-    share(0, packs_, [&](int64_t pack) { prepare(pack); });
-    for (int64_t pack = 0; pack < packs_; ++pack) wait(progress_[pack], 0);
-    share(packs_, tasks_, [&](int64_t task) { run_task(task, scratch_[thread]); });
+    const auto run = [&](int64_t pack, int64_t task, int64_t place) {
+      const int64_t group = call_.heads / call_.kv_heads;
+      const int64_t h = pack % call_.kv_heads * group + task % group;
+      run_task(pack / call_.kv_heads, h, task / group, keys_at(place), scratch_[thread]);
+    };
+    if (stored_ < packs_) {
+      share(0, packs_, [&](int64_t pack) {
+        prepare(pack, thread);
+        for (int64_t task = 0; task < tasks_; ++task) run(pack, task, thread);
+      });
+    } else {
+      share(0, packs_, [&](int64_t pack) { prepare(pack, pack); });
+      for (int64_t pack = 0; pack < packs_; ++pack) wait(progress_[pack], 0);
+      share(packs_, packs_ * tasks_, [&](int64_t i) { run(i / tasks_, i % tasks_, i / tasks_); });
+    }
     if (thread > 0) return;
-    for (int64_t task = 0; task < tasks_; ++task) wait(progress_[packs_ + task], 0);
+    for (const Progress& part : progress_) wait(part, 0);
   }
 
  protected:
-  virtual void run_task(int64_t task, T* scratch) = 0;
-
-  Keys<T> keys_of(int64_t batch, int64_t kv_head) const {
-    const int64_t pack = batch * call_.kv_heads + kv_head;
-    const int64_t of_k = padded<T>(call_.features) * steps_, of_v = padded<T>(call_.values) * steps_;
-    return {rows_k_ + pack * of_k, rows_v_ + pack * of_v, columns_k_ + pack * of_k,
-            columns_v_ + pack * of_v};
-  }
+  // Runs one of the tasks of head h of row b of the batch.
+  virtual void run_task(int64_t b, int64_t h, int64_t task, const Keys<T>& keys, T* scratch) = 0;
 
   const Call call_;
 
@@ -127,18 +142,24 @@ class AttentionJob : public Job {
     }
   }
 
-  void prepare(int64_t pack) {
+  Keys<T> keys_at(int64_t place) const {
+    const int64_t of_k = padded<T>(call_.features) * steps_, of_v = padded<T>(call_.values) * steps_;
+    return {rows_k_ + place * of_k, rows_v_ + place * of_v, columns_k_ + place * of_k,
+            columns_v_ + place * of_v};
+  }
+
+  void prepare(int64_t pack, int64_t place) {
     const int64_t b = pack / call_.kv_heads, h = pack % call_.kv_heads, time = call_.time;
     const int64_t of_k = call_.kv_heads * call_.features, of_v = call_.kv_heads * call_.values;
     const T* k = call_.k + b * time * of_k + h * call_.features;
     const T* v = call_.v + b * time * of_v + h * call_.values;
-    bool* finite = finite_ + pack * time;
+    bool* finite = finite_ + place * time;
     for (int64_t t = 0; t < time; ++t) {
       prefetch(k + t * of_k, of_k, call_.features);
       prefetch(v + t * of_v, of_v, call_.values);
       finite[t] = is_finite(k + t * of_k, call_.features) && is_finite(v + t * of_v, call_.values);
     }
-    const Keys<T> keys = keys_of(b, h);
+    const Keys<T> keys = keys_at(place);
     const T faulty = Call::kForward ? std::numeric_limits<T>::quiet_NaN() : T(0);
     pack_columns(k, of_k, time, call_.features, finite, faulty, keys.k_by_feature);
     if (Call::kForward) {
@@ -150,9 +171,9 @@ class AttentionJob : public Job {
   }
 
   size_t lay_out(Arena arena, int threads, int64_t scratch) {
-    const int64_t of_k = packs_ * padded<T>(call_.features) * steps_;
-    const int64_t of_v = packs_ * padded<T>(call_.values) * steps_;
-    finite_ = arena.take<bool>(packs_ * call_.time);
+    const int64_t of_k = stored_ * padded<T>(call_.features) * steps_;
+    const int64_t of_v = stored_ * padded<T>(call_.values) * steps_;
+    finite_ = arena.take<bool>(stored_ * call_.time);
     columns_k_ = arena.take<T>(of_k);
     rows_v_ = arena.take<T>(Call::kForward ? of_v : 0);
     rows_k_ = arena.take<T>(Call::kForward ? 0 : of_k);
@@ -162,7 +183,9 @@ class AttentionJob : public Job {
     return arena.bytes();
   }
 
-  const int64_t packs_, tasks_, steps_;
+  // The numbers of packs, of the tasks of each, and of the packs that exist at a time.
+  const int64_t packs_, tasks_, stored_;
+  const int64_t steps_;  // of a pack, a multiple of the width of its panels
   bool* finite_;  // (pack, T)
   T *rows_k_, *rows_v_, *columns_k_, *columns_v_;
   std::vector<T*> scratch_;
@@ -210,20 +233,17 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
   using Base::call_;
 
   AttentionForwardJob(const AttentionForward<T>& call, int threads)
-      : Base(call, threads, call.batch * call.heads * ceil_div(call.time, kQueries),
+      : Base(call, threads, ceil_div(call.time, kQueries),
              kQueries * (padded<T>(call.features) + padded<T>(call.values)) +
                  kMostRows * kKeys<T>) {}
 
  private:
-  // One tile of queries of one head. The last tiles see the most keys, and come first.
-  void run_task(int64_t task, T* scratch) override {
+  // A task is one tile of queries. The last tiles see the most keys, and come first.
+  void run_task(int64_t b, int64_t h, int64_t task, const Keys<T>& keys, T* scratch) override {
     const int64_t features = call_.features, values = call_.values, time = call_.time;
-    const int64_t of_heads = call_.batch * call_.heads, head = task % of_heads;
-    const int64_t b = head / call_.heads, h = head % call_.heads;
-    const int64_t t = (ceil_div(time, kQueries) - 1 - task / of_heads) * kQueries;
+    const int64_t t = (ceil_div(time, kQueries) - 1 - task) * kQueries;
     const int32_t* const first = call_.first + b * time;
     const Seen seen = Seen::of(first, t, time);
-    const Keys<T> keys = this->keys_of(b, h * call_.kv_heads / call_.heads);
     const int64_t of_k = padded<T>(features), of_v = padded<T>(values);
     T* const q = scratch;
     T* const y = q + kQueries * of_k;
@@ -301,17 +321,15 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
   using Base::call_;
 
   AttentionBackwardJob(const AttentionBackward<T>& call, int threads)
-      : Base(call, threads, call.batch * call.heads,
+      : Base(call, threads, 1,
              call.time * (2 * padded<T>(call.features) + padded<T>(call.values) + 2) + 64 +
                  kKeys<T> * (2 * kQueries + padded<T>(call.features) + padded<T>(call.values))) {}
 
  private:
-  // One head of one row of the batch.
-  void run_task(int64_t task, T* scratch) override {
+  // A task is all of a head.
+  void run_task(int64_t b, int64_t h, int64_t, const Keys<T>& keys, T* scratch) override {
     const int64_t features = call_.features, values = call_.values, time = call_.time;
-    const int64_t b = task / call_.heads, h = task % call_.heads;
     const int32_t* const first = call_.first + b * time;
-    const Keys<T> keys = this->keys_of(b, h * call_.kv_heads / call_.heads);
     const int64_t of_k = padded<T>(features), of_v = padded<T>(values);
     const auto take = [&](int64_t count) {
       T* const start = scratch;

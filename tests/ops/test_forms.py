@@ -252,7 +252,9 @@ def draw_attention(kind: str, draw: Draw):
     draw.sizes["T"] += 20  # several tiles
     masks = {} if kind == "whole" else draw.masks()
     position = draw.rng.integers(0, 60, draw.sizes["B"]).astype(np.int32)
-    shapes = "B T 4 P", "B T 2 P", "B T 2 I", "B H 2 P", "B H 2 I"
+    heads = 16 if kind == "whole" else 2  # the kernels divide many heads among threads as a whole
+    of_keys = f"B T {heads} P", f"B T {heads} I", f"B H {heads} P", f"B H {heads} I"
+    shapes = f"B T {2 * heads} P", *of_keys
 
     def run(method, q, k, v, keys, values):
         if kind == "whole":
@@ -336,6 +338,7 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     """Results and gradients agree in float64. Results in the padding do not matter."""
     monkeypatch.setattr(tiles, "TILE", 8)
     monkeypatch.setattr(tiles, "LARGE_TILE", 16)
+    monkeypatch.setattr(tiles, "PART", 64)  # one head of keys of one row of the batch
     run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
     rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))
 

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.attention.definition import CausalAttention, past_steps
-from jax_models.ops.attention.tiling import AFTER_ALL_QUERIES, Tiling, tiles, untiled
+from jax_models.ops.attention.tiling import AFTER_ALL_QUERIES, WHOLE, Parts, Tiling, tiles, untiled
+from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -23,6 +24,12 @@ TILE, LARGE_TILE = 128, 512
 The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
 products.
 """
+PART = 2 * TILE**2
+"""The largest number of scores of the tiles that are computed together on a CPU.
+
+More heads and rows of the batch than that are computed in parts, one after another, because writing
+all of q, k, v and the scores to fresh memory takes longer than the products of short sequences.
+"""
 FEW_TILES = 6
 """The largest number of pairs of tiles for which the loop is unrolled."""
 
@@ -30,24 +37,37 @@ FEW_TILES = 6
 @jax.jit  # else eager calls would compile the loop each time
 def run_small(call: CausalAttention) -> Array:
     """Computes the attention in tiles for a CPU."""
-    return _run(call, TILE)
+    return _run(call, *_small(call))
 
 
 @jax.jit
 def run_large(call: CausalAttention) -> Array:
     """Computes the attention in tiles for an accelerator."""
-    return _run(call, LARGE_TILE)
+    return _run(call, *_large(call))
 
 
-def _run(call: CausalAttention, largest: int) -> Array:
+def _run(call: CausalAttention, tiling: Tiling, parts: Parts) -> Array:
     """Computes the softmax with a running maximum and sum.
 
     Only the scores of one tile of queries and one tile of keys exist at a time, and the backward
     pass recomputes them. Memory is therefore linear in the number of steps. A step reads the past
     in tiles of up to four times the size, and skips the tiles in which no slot is filled.
+
+    The parts of the batch and of the heads are computed one after another.
     """
     floats = call.q, call.k, call.v, call.past.keys, call.past.values
-    return _attended(_tiling(call, largest), floats, (call.first, call.past.position))[0]
+    return _attended(tiling, parts, floats, (call.first, call.past.position))[0]
+
+
+def _small(call: CausalAttention) -> tuple[Tiling, Parts]:
+    tiling = _tiling(call, TILE)
+    # A loop over slices would copy a cache, and gather a batch that is divided over devices.
+    in_parts = not call.past.keys.shape[1] and runs_on_one_device("cpu")
+    return tiling, Parts.of(call.q, call.k, tiling, PART) if in_parts else WHOLE
+
+
+def _large(call: CausalAttention) -> tuple[Tiling, Parts]:
+    return _tiling(call, LARGE_TILE), WHOLE
 
 
 def _tiling(call: CausalAttention, largest: int) -> Tiling:
@@ -55,8 +75,8 @@ def _tiling(call: CausalAttention, largest: int) -> Tiling:
 
 
 def small_tiles_pay(call: CausalAttention, platform: str, differentiated: bool) -> bool:
-    """Whether the two sizes differ. They do not if there are few steps."""
-    return _tiling(call, TILE) != _tiling(call, LARGE_TILE)
+    """Whether the two forms differ. They do not if there are few steps, heads and rows."""
+    return _small(call) != _large(call)
 
 
 class _Queries(NamedTuple):
@@ -96,9 +116,17 @@ class _Softmax(NamedTuple):
         return _Softmax(greatest, weights, a * self.values + b * other.values)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
-    """Returns the outputs, and the log-sum-exp of each query's scores, in tiles."""
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attended(tiling: Tiling, parts: Parts, floats, masks) -> tuple[Array, Array]:
+    """Returns the outputs, and the log-sum-exp of each query's scores, with one feature."""
+    q, _, v, *_ = floats
+    y = jnp.zeros_like(q, shape=(*q.shape[:3], v.shape[3]))
+    log_sum = jnp.zeros_like(q, carry_dtype(q.dtype), shape=(*q.shape[:3], 1))
+    return parts.run(partial(_attended_part, tiling), (y, log_sum), floats, masks)
+
+
+def _attended_part(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
+    """Adds up the softmax of each query over the tiles of keys that it sees."""
     q, k, v, past_k, past_v = floats
     queries = _queries(tiling, q, k, masks[0])
 
@@ -133,32 +161,37 @@ def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
 
     result = _over_past(tiling, q.dtype, add_past, result, past_k, past_v, masks[1])
     y = untiled(result.values / result.weights, q).astype(q.dtype)
-    return y, result.greatest + jnp.log(result.weights)
+    return y, untiled(result.greatest + jnp.log(result.weights), q)
 
 
-def _tangent(tiling: Tiling, residuals, floats):
+def _tangent(tiling: Tiling, parts: Parts, residuals, floats):
     """The forward-mode derivative of `_attended`."""
     (primals, masks), _ = residuals
 
     def run(floats):
-        return _attended.fun(tiling, floats, masks)
+        return _attended.fun(tiling, parts, floats, masks)
 
     return jax.jvp(run, (primals,), (floats,))[1]
 
 
-def _gradient(tiling: Tiling, residuals, cotangents):
-    """The backward pass of `_attended`.
+def _gradient(tiling: Tiling, parts: Parts, residuals, cotangents):
+    """The backward pass of `_attended`."""
+    gradients = jax.tree.map(jnp.zeros_like, residuals[0][0])
+    return parts.run(partial(_gradient_part, tiling), gradients, residuals, cotangents)
 
-    It recomputes the weights from the log-sum-exps, without another maximum and sum.
-    """
+
+def _gradient_part(tiling: Tiling, residuals, cotangents):
+    """Recomputes the weights from the log-sum-exps, without another maximum and sum."""
     ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
     dy, d_log_sum = cotangents
     tile, group = tiling.tile, q.shape[2] // k.shape[2]
+    log_sum = tiles(log_sum, tile, group, jnp.inf)
+    # Steps whose output is NaN contribute no gradient, and neither does padding.
+    faulty = ~jnp.isfinite(log_sum)
     # Compute the part of the scores' gradient that is the same for all keys of a query.
-    faulty = ~jnp.isfinite(log_sum)  # steps whose output is NaN, which contribute no gradient
     wide = carry_dtype(q.dtype)
     of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
-    of_weights = jnp.where(faulty, 0, tiles(of_weights, tile, group) - d_log_sum)
+    of_weights = jnp.where(faulty, 0, tiles(of_weights - d_log_sum, tile, group))
     dy = jnp.where(faulty, 0, tiles(dy, tile, group))
     # Transpose once, outside of the loop over tiles.
     queries = _queries(tiling, q, k, masks[0])
@@ -212,10 +245,10 @@ def _gradient(tiling: Tiling, residuals, cotangents):
 
 
 @_attended.defjvp
-def _attended_jvp(tiling: Tiling, primals, tangents):
-    results = _attended(tiling, *primals)
+def _attended_jvp(tiling: Tiling, parts: Parts, primals, tangents):
+    results = _attended(tiling, parts, *primals)
     residuals = primals, results
-    return results, linear_map(_tangent, _gradient, residuals, tangents[0], tiling)
+    return results, linear_map(_tangent, _gradient, residuals, tangents[0], tiling, parts)
 
 
 def _finite(x: Array) -> Array:

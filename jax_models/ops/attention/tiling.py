@@ -1,11 +1,16 @@
 """The division of attention's queries and keys into tiles."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array
+
+from jax_models.ops.shard_map_axes import match_varying_axes
 
 AFTER_ALL_QUERIES = np.iinfo(np.int32).max
 """The step number of keys that no query may see, such as padding."""
@@ -54,7 +59,57 @@ class Tiling(NamedTuple):
         return rows, jnp.zeros_like(rows)
 
 
-def tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
+class Parts(NamedTuple):
+    """The numbers of parts into which the batch and the heads are divided."""
+
+    rows: int
+    heads: int
+
+    @classmethod
+    def of(cls, q: Array, k: Array, tiling: Tiling, largest: int) -> "Parts":
+        """Chooses the fewest parts whose tiles have at most `largest` scores, or one head each."""
+        batch, _, heads, features = q.shape
+        if is_symbolic_dim(batch):
+            return WHOLE
+
+        def fewest(count: int, size: int) -> int:
+            fits = (n for n in range(1, count) if count % n == 0 and count // n * size <= largest)
+            return next(fits, count)
+
+        size = tiling.tile * max(tiling.tile, features)
+        of_heads = fewest(k.shape[2], heads // k.shape[2] * size)
+        return cls(fewest(batch, heads // of_heads * size), of_heads)
+
+    def run(self, function: Callable[..., Any], results: Any, *arrays: Any) -> Any:
+        """Runs a function of `arrays` part by part, and writes its results over `results`.
+
+        The first axis of each array is the batch, and the third axis the heads.
+        """
+        if self == WHOLE:
+            return function(*arrays)
+
+        def place(x: Array, part: Array) -> tuple[list[Any], list[int]]:
+            """Returns the start and the shape of a part of x."""
+            counts = self.rows, 1, self.heads, 1
+            numbers = part // self.heads, 0, part % self.heads, 0
+            shape = [size // count for size, count in zip(x.shape, counts, strict=False)]
+            return [i * size for i, size in zip(numbers, shape, strict=False)], shape
+
+        def run_part(part: Array, results: Any) -> Any:
+            def write(x: Array, found: Array) -> Array:
+                return lax.dynamic_update_slice(x, found, place(x, part)[0])
+
+            of_part = jax.tree.map(lambda x: lax.dynamic_slice(x, *place(x, part)), arrays)
+            return jax.tree.map(write, results, function(*of_part))
+
+        results, arrays = match_varying_axes((results, arrays))
+        return lax.fori_loop(0, self.rows * self.heads, run_part, results)
+
+
+WHOLE = Parts(1, 1)
+
+
+def tiles(x: Array, tile: int, group: int = 1, fill: float = 0) -> Array:
     """Maps (batch, steps, heads, features) to (tiles, batch, heads/group, group·tile, features)."""
     batch, steps, heads, features = x.shape
     count = ceil_div(steps, tile)
