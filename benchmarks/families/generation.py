@@ -26,7 +26,7 @@ from benchmarks.models import large_configs
 from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models import LanguageModel, generate, stream
-from jax_models.models.decoder import padded_length
+from jax_models.models.decoder import SHORTEST_CACHE, padded_length
 from jax_models.models.sampling import sample
 from train.run.config import PRESETS
 
@@ -149,7 +149,8 @@ def ours(problem: Generation | Greedy) -> Call:
 def step_by_step(problem: Greedy) -> Call:
     """Our compiled step, called for one token after the other."""
     model = problem.config.build(rngs=nnx.Rngs(0))
-    size = padded_length(1 + problem.num_tokens, sys.maxsize)  # of the cache, as in `generate`
+    # Give the cache the size that it has in `generate`.
+    size = padded_length(1 + problem.num_tokens, SHORTEST_CACHE, sys.maxsize)
     model = nnx.view(model, raise_if_not_found=False, max_length=size)
     graphdef, params = nnx.split(model)
 

@@ -17,7 +17,15 @@ from jaxtyping import Array, Bool, Int
 
 from jax_models.checks.keywords import suggests_arguments
 from jax_models.checks.values import checked_size, described
-from jax_models.models.decoder import MOST_STEPS, Calls, Options, Tokens, decoder, padded_length
+from jax_models.models.decoder import (
+    MOST_STEPS,
+    SHORTEST_CACHE,
+    Calls,
+    Options,
+    Tokens,
+    decoder,
+    padded_length,
+)
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.prompts import checked_prompts
 from jax_models.models.sampling import (
@@ -61,9 +69,9 @@ def stream(
     has no influence, because the rows are moved to the left before the model reads them.
 
     For each batch size, one compiled program steps through the tokens of all prompts and options,
-    and a second one handles full contexts. The prompt is padded to a power of two, and each padded
-    length has its own program. A model with full attention has programs for each size of its cache,
-    a power of two.
+    and a second one handles full contexts. A prompt of several tokens is padded to a power of two,
+    at least 16, and each padded length has its own program. A model with full attention has
+    programs for each size of its cache, a power of two.
 
     For small models, dispatch costs more than the computation, so `stream` runs several steps in
     one call. It dispatches the next call before it yields the tokens of the current one, so the
@@ -163,7 +171,7 @@ def _calls(
         raise TypeError("key: expected a key, such as jax.random.key(0), unless temperature=0")
     key = checked_key(jax.random.key(0) if key is None else key)  # greedy decoding draws nothing
     # A cache of keys and values has room for the text, rounded up to share compiled programs.
-    size = padded_length(prompt.shape[1] + num_tokens, limit)
+    size = padded_length(prompt.shape[1] + num_tokens, SHORTEST_CACHE, limit)
     views = {"deterministic": True, "fixed_filters": True, "max_length": size}
     # Split the model into a structure, which selects a compiled decoder, and its arrays, flattened
     # once.

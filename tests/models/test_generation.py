@@ -196,6 +196,19 @@ def test_greedy_tokens_are_those_of_a_loop_over_the_whole_text(name, penalty):
     np.testing.assert_array_equal(found, np.array(rows)[:, 3:])
 
 
+@pytest.mark.parametrize(
+    ("length", "padded_to"), [(1, 1), (2, 16), (16, 16), (17, 32), (64, 64), (65, 100)]
+)
+def test_few_lengths_of_prompts_compile(monkeypatch, length, padded_to):
+    def first(self, arrays, prompt, *rest):
+        raise RuntimeError(prompt.shape[1])  # before anything compiles
+
+    monkeypatch.setattr(Decoder, "first", first)
+    lm = RNNLanguageModelConfig(VOCAB, context_length=100, cell="gru").build(rngs=nnx.Rngs(0))
+    with pytest.raises(RuntimeError, match=f"^{padded_to}$"):
+        generate(lm, [[1] * length], 3, key=KEY)
+
+
 @pytest.mark.slow
 def test_caches_have_room_for_the_text(monkeypatch):
     """A few sizes, so that few programs are compiled, and at most the model's context."""

@@ -93,9 +93,15 @@ def pays(call: ModalConv, platform: str, differentiated: bool) -> bool:
 def _powers(
     poles: Complex[Array, "features modes"], count: int
 ) -> Complex[Array, "count+1 features modes"]:
-    """`λ⁰ … λ^count`, computed by products because a pole may be 0."""
-    factors = jnp.broadcast_to(poles, (count, *poles.shape))
-    return jnp.cumprod(jnp.concatenate([jnp.ones_like(poles)[None], factors]), axis=0)
+    """`λ⁰ … λ^count`, computed by products because a pole may be 0.
+
+    Each product doubles the number of powers. `jnp.cumprod` takes longer to compile.
+    """
+    powers, next_power = jnp.ones_like(poles[None]), poles[None]
+    while len(powers) <= count:
+        more = powers[: count + 1 - len(powers)] * next_power
+        powers, next_power = jnp.concatenate([powers, more]), next_power * next_power
+    return powers
 
 
 def _repeat_poles(poles: Complex[Array, "features modes"], batch: int, steps: int) -> Array:
