@@ -24,7 +24,7 @@ TILE, LARGE_TILE = 128, 512
 The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
 products.
 """
-PART = 2 * TILE**2
+PART = 8 * TILE**2
 """The largest number of scores of the tiles that are computed together on a CPU.
 
 More heads and rows of the batch than that are computed in parts, one after another, because writing
