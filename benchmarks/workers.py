@@ -348,7 +348,7 @@ def _jax_exps(size: int) -> Callable:
     import jax
 
     def exps(x):
-        for _ in range(NUM_EXPS):  # from jax 0.12 on, the body of a `fori_loop` has one thread
+        for _ in range(NUM_EXPS):  # jax 0.12 runs such a `fori_loop` on one thread
             x = jax.numpy.exp(-x)
         return x
 
