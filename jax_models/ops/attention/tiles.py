@@ -30,8 +30,6 @@ PART = 2 * TILE**2
 More heads and rows of the batch than that are computed in parts, one after another, because writing
 all of q, k, v and the scores to fresh memory takes longer than the products of short sequences.
 """
-FEW_TILES = 6
-"""The largest number of pairs of tiles for which the loop is unrolled."""
 
 
 @jax.jit  # else eager calls would compile the loop each time
@@ -331,9 +329,7 @@ def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
 
 
 def _loop(step: Callable[..., Carry], carry: Carry, pairs: tuple[Any, Any]) -> Carry:
-    count = pairs[0].shape[0]
-    unroll = not is_symbolic_dim(count) and count <= FEW_TILES
-    return lax.scan(lambda carry, pair: (step(carry, *pair), None), carry, pairs, unroll=unroll)[0]
+    return lax.scan(lambda carry, pair: (step(carry, *pair), None), carry, pairs)[0]
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
