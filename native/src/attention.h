@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "call.h"
@@ -101,6 +100,12 @@ class AttentionJob : public Job {
         memory_(lay_out(Arena(), threads, scratch)),
         progress_(packs_ + (stored_ < packs_ ? 0 : packs_ * tasks_)) {
     lay_out(Arena(memory_.start()), threads, scratch);
+  }
+
+  // Each thread is worth its waking from about a million multiplications on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.heads) * double(call.time) * double(call.time) *
+           double(call.features + call.values) / 2e6;
   }
 
   void work(int thread) override {
@@ -421,15 +426,5 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
     }
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_attention(const Call& call) {
-  // Each thread is worth its waking from about a million multiplications on.
-  const double products = double(call.batch) * double(call.heads) * double(call.time) *
-                          double(call.time) * double(call.features + call.values) / 2;
-  const int useful = 1 + int(products < 1e9 ? products / 1e6 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 
 #include "call.h"
@@ -62,14 +61,20 @@ class LinearAttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  LinearAttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
-      : TaskJob(call.batch * call.key_heads * parts, threads, size_t(scratch) * sizeof(T)),
+  LinearAttentionJob(const Call& call, int threads, int64_t scratch)
+      : TaskJob(call.batch * call.key_heads * call.parts, threads, size_t(scratch) * sizeof(T)),
         call_(call),
-        parts_(parts),
+        parts_(call.parts),
         heads_per_key_(call.heads / call.key_heads),
         chunks_(ceil_div(call.time, kChunk)),
         of_k_(padded<T>(call.features)),
         of_v_(padded<T>(call.values)) {}
+
+  // Each thread is worth its waking from about a million multiplications on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.heads) * double(call.time) * double(call.features) *
+           double(call.values) / 1e6;
+  }
 
  protected:
   // The arrays of a task that hold the steps of a chunk for all its heads.
@@ -121,11 +126,11 @@ class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForwa
   using Base = LinearAttentionJob<Call>;
   using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
 
-  LinearAttentionForwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts,
+  LinearAttentionForwardJob(const Call& call, int threads)
+      : Base(call, threads,
              Base::Shared::size(padded<T>(call.features)) + kChunk * kChunk +
                  2 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
-                 ceil_div(call.heads / call.key_heads, parts) * call.features *
+                 ceil_div(call.heads / call.key_heads, call.parts) * call.features *
                      padded<T>(call.values)) {}
 
  private:
@@ -195,12 +200,12 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
   using Base = LinearAttentionJob<Call>;
   using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
 
-  LinearAttentionBackwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts,
+  LinearAttentionBackwardJob(const Call& call, int threads)
+      : Base(call, threads,
              Base::Shared::size(padded<T>(call.features)) + 4 * kChunk * kChunk +
                  2 * kChunk * padded<T>(call.features) + 2 * call.features * kChunk +
                  9 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
-                 (ceil_div(call.heads / call.key_heads, parts) + 1) * call.features *
+                 (ceil_div(call.heads / call.key_heads, call.parts) + 1) * call.features *
                      padded<T>(call.values)) {}
 
  private:
@@ -329,15 +334,5 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
     }
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_linear_attention(const Call& call, int64_t parts) {
-  // Each thread is worth its waking from about a million multiplications on.
-  const double products = double(call.batch) * double(call.heads) * double(call.time) *
-                          double(call.features) * double(call.values);
-  const int useful = 1 + int(products < 1e9 ? products / 1e6 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads, parts), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 
 #include "call.h"
@@ -35,8 +34,14 @@ class SelectiveScanJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  SelectiveScanJob(const Call& call, int threads, int64_t parts, size_t scratch)
-      : TaskJob(call.batch * parts, threads, scratch), call_(call), parts_(parts) {}
+  SelectiveScanJob(const Call& call, int threads, size_t scratch)
+      : TaskJob(call.batch * call.parts, threads, scratch), call_(call) {}
+
+  // Each thread is worth its waking from about 100,000 exponentials on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.time) * double(call.features) * double(call.states) /
+           1e5;
+  }
 
  protected:
   // Some features in a chunk of steps of a row.
@@ -75,10 +80,11 @@ class SelectiveScanJob : public TaskJob {
   // Calls `run` for each vector of features of a task, in one chunk.
   template <typename Run>
   void for_each_block(int64_t task, int64_t chunk, Run run) const {
-    const int64_t b = task / parts_, part = task % parts_, t = chunk * kSelectiveScanChunk;
+    const int64_t parts = call_.parts, b = task / parts, part = task % parts;
+    const int64_t t = chunk * kSelectiveScanChunk;
     const int64_t steps = std::min(kSelectiveScanChunk, call_.time - t);
     const int64_t blocks = ceil_div(call_.features, kLanes<T>);
-    for (int64_t block = blocks * part / parts_; block < blocks * (part + 1) / parts_; ++block) {
+    for (int64_t block = blocks * part / parts; block < blocks * (part + 1) / parts; ++block) {
       const int64_t c = block * kLanes<T>;
       run(Block{call_, b, chunk, t, steps, c, std::min<int64_t>(kLanes<T>, call_.features - c)});
     }
@@ -95,7 +101,6 @@ class SelectiveScanJob : public TaskJob {
   }
 
   const Call call_;
-  const int64_t parts_;
 };
 
 template <typename T>
@@ -106,8 +111,7 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
   using Base::call_;
   using typename Base::Block;
 
-  SelectiveScanForwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts, 0) {}
+  SelectiveScanForwardJob(const Call& call, int threads) : Base(call, threads, 0) {}
 
  private:
   void run_task(int64_t task, void*) override {
@@ -162,8 +166,8 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
   using Base::call_;
   using typename Base::Block;
 
-  SelectiveScanBackwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts, 2 * kSelectiveScanChunk * call.states * sizeof(Vector<T>)) {}
+  SelectiveScanBackwardJob(const Call& call, int threads)
+      : Base(call, threads, 2 * kSelectiveScanChunk * call.states * sizeof(Vector<T>)) {}
 
  private:
   void run_task(int64_t task, void* scratch) override {
@@ -250,15 +254,5 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
     block.write(dscaled, call_.du);
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_selective_scan(const Call& call, int64_t parts) {
-  // Each thread is worth its waking from about 100,000 exponentials on.
-  const double exponentials = double(call.batch) * double(call.time) * double(call.features) *
-                              double(call.states);
-  const int useful = 1 + int(exponentials < 1e8 ? exponentials / 1e5 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads, parts), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -70,7 +70,6 @@ def _gradient(parts: int, floats, others, results, kept, gradients):
         shapes,
         *(q, k, v, log_w, *kept, *gradients),
         parts=np.int64(parts),
-        keep=True,
     )
     return d_q.sum(1), d_k.sum(1), *rest
 

@@ -74,7 +74,6 @@ def _gradient(parts: int, floats, reset, results, kept, gradients):
         *kept,
         *gradients,
         parts=np.int64(parts),
-        keep=True,
     )
     return Steps(du, ddt, dB.sum(1), dC.sum(1)), dA.sum(0), dh
 
