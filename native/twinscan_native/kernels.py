@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import twinscan_native
+from jax_models.ops.forms import refusal_of_symbolic
 
 BATCH_AXES = {
     **dict.fromkeys(("kernel_x", "kernel", "bias", "bias_hn")),
@@ -57,14 +57,15 @@ def loading_error() -> str | None:
 
 
 def refusal_of(
-    shape: tuple[Any, ...], *arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")
+    call: Any, *arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")
 ) -> str | None:
-    """Returns why there is no kernel for a call with these arrays, or None if there is one.
+    """Returns why there is no kernel for a call, or None if there is one.
 
-    The shape must be known, and all arrays must have the same of these types.
+    All sizes in the call must be known, and these arrays must have the same of these types.
     """
-    if any(map(is_symbolic_dim, shape)):
-        return "it takes known sizes, not the symbolic ones of jax.export"
+    sizes = (size for array in jax.tree.leaves(call) for size in array.shape)
+    if reason := refusal_of_symbolic(*sizes):
+        return reason
     found = sorted({str(array.dtype) for array in arrays})
     if len(found) > 1 or found[0] not in types:
         return f"it computes in {' or in '.join(types)}, not in {' and '.join(found)}"

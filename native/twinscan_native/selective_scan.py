@@ -19,7 +19,7 @@ MIN_STEPS = 16
 
 def refusal(call: SelectiveScan) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
-    return refusal_of(call.steps.u.shape, call.h)
+    return refusal_of(call, call.h)
 
 
 def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:
