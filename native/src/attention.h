@@ -180,21 +180,23 @@ class AttentionJob : public TaskJob {
 
 // Which keys the queries of a tile see.
 struct Seen {
-  int64_t t, count;          // the first query, and how many
-  int64_t first, most, end;  // all keys lie in [first, end); all queries see those in [most, t]
+  int64_t t, count;  // the first query, and how many
+  // The keys of a query start at its first step. All keys lie in [earliest, end), and all queries see
+  // those in [latest, t].
+  int64_t earliest, latest, end;
 
   static Seen of(const int32_t* first, int64_t t, int64_t time) {
     Seen seen{t, std::min(kQueries, time - t), time, 0, 0};
     for (int64_t i = 0; i < seen.count; ++i) {
-      seen.first = std::min<int64_t>(seen.first, std::max(0, first[t + i]));
-      seen.most = std::max<int64_t>(seen.most, first[t + i]);
+      seen.earliest = std::min<int64_t>(seen.earliest, std::max(0, first[t + i]));
+      seen.latest = std::max<int64_t>(seen.latest, first[t + i]);
     }
     seen.end = t + seen.count;
     return seen;
   }
 
   // Whether some query from t on does not see some key of a tile.
-  bool partial(int64_t start, int64_t end, int64_t t) const { return start < most || end > t + 1; }
+  bool partial(int64_t start, int64_t end, int64_t t) const { return start < latest || end > t + 1; }
 };
 
 // Replaces the scores of the keys `start`, `start` + 1, … by −∞, except for the keys first … t.
@@ -247,7 +249,7 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
     }
     std::fill_n(y, seen.count * of_v, T(0));
 
-    for (int64_t start = seen.first / kWidth<T> * kWidth<T>; start < seen.end; start += kKeys<T>) {
+    for (int64_t start = seen.earliest / kWidth<T> * kWidth<T>; start < seen.end; start += kKeys<T>) {
       // The scores of some rows stay in the first-level cache, and end with the last key that they see.
       for (int64_t r = 0; r < seen.count; r += kMostRows) {
         const int64_t rows = std::min<int64_t>(kMostRows, seen.count - r);
@@ -263,8 +265,8 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
         for (int64_t i = 0; i < rows; ++i) {
           T* const row = scores + i * kKeys<T>;
           if (partial) mask(row, vectors, start, first[t + r + i], t + r + i);
-          const T faded = soften(row, vectors, greatest[r + i], sums[r + i]);
-          if (faded != 1) scale(y + (r + i) * of_v, faded, of_v);
+          const T rescale = exponentiate(row, vectors, greatest[r + i], sums[r + i]);
+          if (rescale != 1) scale(y + (r + i) * of_v, rescale, of_v);
         }
         add_product<T>(rows, of_v / kLanes<T>, count, scores, kKeys<T>, keys.v + start * of_v, of_v,
                        y + r * of_v, of_v);
@@ -280,7 +282,7 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
 
   // Replaces the scores by their weights e^(score − greatest), and adds them to the sum. Returns the
   // factor of the weights before.
-  static T soften(T* scores, int64_t vectors, T& greatest, T& sum) {
+  static T exponentiate(T* scores, int64_t vectors, T& greatest, T& sum) {
     Vector<T> most = greatest - Vector<T>{};
     for (int64_t v = 0; v < vectors; ++v) {
       const Vector<T> x = load(scores + v * kLanes<T>);
@@ -288,15 +290,15 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
     }
     const T before = greatest;
     greatest = reduce<T>(most, [](T a, T b) { return a > b ? a : b; });
-    const T faded = greatest == before ? T(1) : std::exp(before - greatest);
+    const T rescale = greatest == before ? T(1) : std::exp(before - greatest);
     Vector<T> total = {};
     for (int64_t v = 0; v < vectors; ++v) {
-      const Vector<T> weight = power<T>(load(scores + v * kLanes<T>) - greatest);
+      const Vector<T> weight = exp_or_zero<T>(load(scores + v * kLanes<T>) - greatest);
       store(scores + v * kLanes<T>, weight);
       total += weight;
     }
-    sum = sum * faded + sum_lanes<T>(total);
-    return faded;
+    sum = sum * rescale + sum_lanes<T>(total);
+    return rescale;
   }
 };
 
@@ -365,7 +367,7 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
       for (int64_t t = start / kQueries * kQueries; t < time; t += kQueries) {
         const Seen seen = Seen::of(first, t, time);
         // The keys of this tile that some of the queries see.
-        const int64_t from = std::max(start, seen.first / kWidth<T> * kWidth<T>);
+        const int64_t from = std::max(start, seen.earliest / kWidth<T> * kWidth<T>);
         const int64_t count = std::min(end, seen.end) - from;
         if (count <= 0) continue;
         const int64_t vectors = ceil_div(count, kLanes<T>);
@@ -382,7 +384,7 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
           T* const drow = dscores + i * kKeys<T>;
           if (partial) mask(row, vectors, from, first[t + i], t + i);
           for (int64_t v = 0; v < vectors * kLanes<T>; v += kLanes<T>) {
-            const Vector<T> weight = power<T>(load(row + v) - log_sum[t + i]);
+            const Vector<T> weight = exp_or_zero<T>(load(row + v) - log_sum[t + i]);
             store(row + v, weight);
             store(drow + v, weight * (load(drow + v) - dweights[t + i]));
           }

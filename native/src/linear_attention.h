@@ -42,11 +42,11 @@ struct Decays {
       from_start[t] = total;
       for (int64_t i = 0; i < t; ++i) sums[i] += now;
       T* const row = between + t * kChunk;
-      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, power<T>(load(sums + i)));
+      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, exp_or_zero<T>(load(sums + i)));
       std::fill(row + t + 1, row + columns, T(0));
     }
     for (int64_t t = 0; t < columns; t += kLanes<T>) {
-      store(from_start + t, power<T>(load(from_start + t)));
+      store(from_start + t, exp_or_zero<T>(load(from_start + t)));
     }
     if (count > 0) std::copy_n(between + (count - 1) * kChunk, count, to_end);
     whole = count > 0 ? from_start[count - 1] : T(1);

@@ -15,7 +15,7 @@ constexpr int64_t padded(int64_t count) {
 
 // e^x of an x ≤ kMost, and 0 where that is no normal number
 template <typename T>
-inline Vector<T> power(Vector<T> x) {
+inline Vector<T> exp_or_zero(Vector<T> x) {
   return x < -ExpConstants<T>::kMost ? Vector<T>{} : exp_in_range<T>(x).value();
 }
 

@@ -153,7 +153,7 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
         const int64_t key = t * call_.states + n;
         if (block.restarts(t)) std::fill_n(h, kCount, Vector<T>{});
         for (int i = 0; i < kCount; ++i) {
-          h[i] = power<T>(dt[t] * A[i]) * h[i] + B[key + i] * scaled[t];
+          h[i] = exp_or_zero<T>(dt[t] * A[i]) * h[i] + B[key + i] * scaled[t];
           y[t] += C[key + i] * h[i];
         }
       }
@@ -223,7 +223,7 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
         const int64_t key = t * call_.states + n;
         if (block.restarts(t)) std::fill_n(h, kCount, Vector<T>{});
         for (int i = 0; i < kCount; ++i) {
-          factor[t][i] = power<T>(dt[t] * A[i]);
+          factor[t][i] = exp_or_zero<T>(dt[t] * A[i]);
           kept[t][i] = factor[t][i] * h[i];
           h[i] = kept[t][i] + B[key + i] * scaled[t];
         }
