@@ -19,7 +19,7 @@ def path() -> Path:
 
 
 @cache
-def library() -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
     """Loads the shared library.
 
     Raises:
@@ -35,15 +35,15 @@ def num_threads() -> int:
     Unless `set_num_threads` was called, this is the number in the environment variable
     `TWINSCAN_NATIVE_THREADS` or, without it, the number of cores that the process may use.
     """
-    return library().twinscan_threads()
+    return _library().twinscan_threads()
 
 
 def set_num_threads(count: int) -> None:
     """Sets how many threads a kernel may use, from the next call on.
 
     `set_num_threads(1)` leaves all other cores to other work, for example if several processes
-    share a machine. The number decides how the work is divided, and so in which order sums are
-    added: results with different numbers of threads may differ by rounding.
+    share a machine. The number also decides how the work is divided, and so in which order sums are
+    added. Results with different numbers of threads may therefore differ by rounding.
 
         import twinscan_native
         twinscan_native.set_num_threads(1)
@@ -52,14 +52,15 @@ def set_num_threads(count: int) -> None:
         ValueError: `count` is not a positive integer.
 
     """
-    library().twinscan_set_threads(_checked("count", count))
+    _library().twinscan_set_threads(_checked("count", count))
 
 
 def _checked(name: str, count: object) -> int:
-    if str(count).isdecimal() and 0 < (threads := int(str(count))) < 2**31:
-        return threads
+    text = str(count)
+    if text.isascii() and text.isdecimal() and 0 < int(text) < 2**31:
+        return int(text)
     raise ValueError(f"{name}: expected a positive number of threads, got {count!r}")
 
 
-if (_given := os.environ.get("TWINSCAN_NATIVE_THREADS")) is not None:
+if _given := os.environ.get("TWINSCAN_NATIVE_THREADS"):  # an empty string counts as unset
     _checked("TWINSCAN_NATIVE_THREADS", _given)
