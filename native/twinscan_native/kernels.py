@@ -1,4 +1,4 @@
-"""The kernels of the shared library, those of recurrences as functions of JAX arrays."""
+"""Loads the shared library and calls its kernels."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -43,7 +43,7 @@ RNN, RELU = (Kind("rnn", 0, 0, (("relu", relu),)) for relu in (False, True))
 def loading_error() -> str | None:
     """Loads the library. Returns why this failed, or None."""
     try:
-        twinscan_native.library()
+        twinscan_native._library()
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
     return None
@@ -53,7 +53,7 @@ def loading_error() -> str | None:
 def target(kernel: str) -> str:
     """Registers a kernel of the library with XLA, and returns its name there."""
     name = f"twinscan_{kernel}"
-    function = jax.ffi.pycapsule(getattr(twinscan_native.library(), name))
+    function = jax.ffi.pycapsule(getattr(twinscan_native._library(), name))
     jax.ffi.register_ffi_target(name, function, platform="cpu")
     return name
 
@@ -70,7 +70,7 @@ def refusal_of(
         return reason
     found = sorted({str(array.dtype) for array in arrays})
     if len(found) > 1 or found[0] not in types:
-        return f"it computes in {' or in '.join(types)}, not in {' and '.join(found)}"
+        return f"it supports {' and '.join(types)}, not {' and '.join(found)}"
     device = jax.config.jax_default_device or jax.default_backend()  # pyright: ignore
     platform = getattr(device, "platform", device)
     if platform != "cpu":
@@ -79,18 +79,46 @@ def refusal_of(
 
 
 def call_kernel(
-    kernel: str, shapes: list[Any], *arrays: jax.Array, **options: Any
+    kernel: str,
+    shapes: list[Any],
+    *arrays: jax.Array,
+    aliases: dict[int, int] | None = None,
+    **options: Any,
 ) -> Sequence[jax.Array]:
-    """Calls a kernel that takes rows of a batch, to which `vmap` adds its own."""
-    function = jax.ffi.ffi_call(target(kernel), shapes, vmap_method="broadcast_all")
-    return function(*arrays, **options)
+    """Calls a kernel that takes rows of a batch, to which `vmap` adds its own.
+
+    `aliases` maps an operand to the result that may overwrite it.
+
+    Raises:
+        NotImplementedError: the program is lowered for another platform than a CPU.
+
+    """
+    function = jax.ffi.ffi_call(
+        target(kernel), shapes, vmap_method="broadcast_all", input_output_aliases=aliases
+    )
+    return function(cpu_only_p.bind(arrays[0]), *arrays[1:], **options)
+
+
+cpu_only_p = Primitive("twinscan_native_on_cpu")
+"""Returns its operand, but cannot be lowered for another platform than a CPU."""
+cpu_only_p.def_impl(lambda array: array)
+cpu_only_p.def_abstract_eval(lambda array: array)
+batching.defvectorized(cpu_only_p)
+
+
+def _refuse(*_):
+    raise NotImplementedError("method='native' runs on a CPU only; use method='auto'")
+
+
+mlir.register_lowering(cpu_only_p, _refuse)
+mlir.register_lowering(cpu_only_p, lambda _, array: [array], platform="cpu")
 
 
 class Kernel(NamedTuple):
     """One of the kernels, with its static arguments."""
 
     kind: Kind
-    way: Literal["forward", "backward"]
+    pass_name: Literal["forward", "backward"]
     keep: bool = False
     """Whether the forward kernel keeps what the backward kernel needs."""
 
@@ -104,11 +132,11 @@ class Kernel(NamedTuple):
         """The shapes of the results, in the order of the kernel."""
         kernel, start = operands["kernel"], operands["start"]
         directions, hidden, gates = kernel.shape
-        batch, time = operands["x" if self.way == "forward" else "y"].shape[:2]
+        batch, time = operands["x" if self.pass_name == "forward" else "y"].shape[:2]
         of_gates, of_state = (
             (kernel.update(shape=(batch, time, size)),) * directions for size in (gates, hidden)
         )
-        if self.way == "forward":
+        if self.pass_name == "forward":
             y = kernel.update(shape=(batch, time, directions * hidden))
             kept = (of_gates, of_state)[: self.kind.num_kept if self.keep else 0]
             return {"y": y, "last": start, "kept": kept}
@@ -118,7 +146,7 @@ class Kernel(NamedTuple):
     def by_library(self, operands: dict[str, Any]) -> dict[str, Any]:
         """Calls the foreign function, which takes its operands in the order of this function."""
         names = ["x", "kernel_x", "bias", "kernel", "bias_hn", "start"]
-        if self.way == "backward":
+        if self.pass_name == "backward":
             names = ["d_y", "d_last", "kernel", "y", "start", "kept"]
         arrays = jax.tree.leaves([operands.get(name) for name in names])
         # The kernel reads lengths and, unless the array is empty, the restarts of each direction.
@@ -131,15 +159,14 @@ class Kernel(NamedTuple):
         options = {"reverse": np.int64(2 if directions == 2 else 0), **dict(self.kind.options)}
         results = self.shapes(jax.tree.map(jax.typeof, operands))
         shapes, tree = jax.tree.flatten([*results.values()])
-        if self.way == "forward":
+        if self.pass_name == "forward":
             aliases, options["keep"] = {}, self.keep
         else:
             first_kept = len(arrays) - self.kind.num_kept * directions
             aliases = {first_kept + i: i for i in range(self.kind.num_overwritten * directions)}
-        name = target(f"{self.kind.name}_{self.way}")
-        function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
-        arrays = function(*arrays, lengths, reset, **options)
-        return dict(zip(results, tree.unflatten(arrays), strict=True))
+        name = f"{self.kind.name}_{self.pass_name}"
+        found = call_kernel(name, shapes, *arrays, lengths, reset, aliases=aliases, **options)
+        return dict(zip(results, tree.unflatten(found), strict=True))
 
 
 kernel_p = Primitive("twinscan_native")
@@ -157,12 +184,7 @@ def _run(*leaves, kernel: Kernel, tree):
     return jax.tree.leaves(kernel.by_library(tree.unflatten(leaves)))
 
 
-def _refuse(*_, **__):
-    raise NotImplementedError("method='native' runs on a CPU only; use method='xla'")
-
-
-mlir.register_lowering(kernel_p, _refuse)
-mlir.register_lowering(kernel_p, mlir.lower_fun(_run, multiple_results=True), platform="cpu")
+mlir.register_lowering(kernel_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _batch_axes(operands: dict[str, Any]) -> list[int | None]:
