@@ -16,7 +16,7 @@ MIN_STEPS = 16
 def refusal(call: CausalAttention) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
     if call.past.keys.shape[1] or call.k.shape[1] != call.q.shape[1]:
-        return "it attends to the steps of the call, and not to those of a cache"
+        return "it does not support a cache"
     return refusal_of(call, call.q, call.k, call.v, types=("bfloat16", "float32", "float64"))
 
 
@@ -37,7 +37,7 @@ def run(call: CausalAttention) -> jax.Array:
         return tiles.run_small(call)
     if narrow := q.dtype == jnp.bfloat16:
         q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
-    y, _ = _attention(call.window, (q, k, v), call.first)
+    y, _ = _attention(call.window, (q, k, v), call.first.astype(jnp.int32))
     return y.astype(jnp.bfloat16) if narrow else y
 
 

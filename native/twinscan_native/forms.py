@@ -23,9 +23,9 @@ MIN_STEPS = 16
 def refusal(call: Stack) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
     reasons = {
-        "it has the recurrences lstm, gru with reset_after, and rnn": kind_of(call) is None,
-        "it has no projection (proj_features)": "kernel_hr" in call.cells[0],
-        "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
+        "it supports lstm, rnn, and gru with reset_after=True": kind_of(call) is None,
+        "it does not support projections (proj_features)": "kernel_hr" in call.cells[0],
+        "it does not support peepholes (use_peepholes)": "peephole" in call.cells[0],
     }
     arrays = call.x, *jax.tree.leaves(call.cells)
     return next((reason for reason, holds in reasons.items() if holds), refusal_of(call, *arrays))

@@ -211,8 +211,8 @@ def test_is_exported_without_cudnn(one_gpu):
     ("reason", "options", "kwargs"),
     [
         ("needs an NVIDIA GPU, and JAX finds none", {}, {}),
-        ("computes in float32, not in bfloat16", {"dtype": jnp.bfloat16}, {}),
-        ("no projection", {"proj_features": 2}, {}),
+        ("supports float32, not bfloat16", {"dtype": jnp.bfloat16}, {}),
+        ("not support projections", {"proj_features": 2}, {}),
         ("does not support reset", {}, {"reset": np.zeros((BATCH, TIME), bool)}),
         ("no empty batches", {}, {"x": np.zeros((BATCH, 0, FEATURES), np.float32)}),
         ("65,535 steps, not 65,536", {}, {"x": np.zeros((1, 65_536, FEATURES), np.float32)}),

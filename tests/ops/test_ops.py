@@ -87,7 +87,7 @@ def test_complex_numbers_meet_others():
         assert gradient.dtype == like.dtype
     with pytest.raises(TypeError, match="h0:"):
         linear_recurrence(a, b, h0.astype(jnp.complex64))
-    with pytest.raises(NotImplementedError, match="'pallas': it takes real numbers only; use"):
+    with pytest.raises(NotImplementedError, match="'pallas': it supports only real numbers; use"):
         linear_recurrence(z, b, method="pallas")
 
 

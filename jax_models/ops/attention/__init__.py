@@ -112,5 +112,5 @@ def check_heads(q: Array, k: Array) -> None:
 def _refuse_tiles(method: str) -> None:
     if ATTENTION.checked_method(method) not in ("auto", "definition"):
         raise NotImplementedError(
-            f"method={method!r}: it takes no mask or dropout; use method='definition'"
+            f"method={method!r}: it does not support a mask or dropout; use method='definition'"
         )

@@ -67,12 +67,12 @@ def refusal(call: Stack) -> str | None:
     if reason := refusal_of_symbolic(batch, time):
         return reason
     reasons = {
-        "it has no recurrence but the lstm": call.recurrence is not lstm,
-        f"it computes in float32, not in {call.x.dtype}": call.x.dtype != jnp.float32,
-        "it has no projection (proj_features)": "kernel_hr" in call.cells[0],
-        "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
+        "it supports only the lstm": call.recurrence is not lstm,
+        f"it supports float32, not {call.x.dtype}": call.x.dtype != jnp.float32,
+        "it does not support projections (proj_features)": "kernel_hr" in call.cells[0],
+        "it does not support peepholes (use_peepholes)": "peephole" in call.cells[0],
         "it does not support reset": call.rows.reset is not None,
-        "it takes no empty batches or sequences": batch * time == 0,
+        "it does not support empty batches or sequences": batch * time == 0,
         f"it takes up to {MAX_STEPS:,} steps, not {time:,}": time > MAX_STEPS,
         "it does not support check_vma (build the jax.shard_map with check_vma=False)": any(
             jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves((call.x, call.cells))

@@ -30,7 +30,7 @@ def refusal(call: Recurrence) -> str | None:
 
     Whether there is one for the device and the dtype is known only when the program is lowered.
     """
-    return "it takes real numbers only" if jnp.iscomplexobj(call.h0) else None
+    return "it supports only real numbers" if jnp.iscomplexobj(call.h0) else None
 
 
 def pays(call: Recurrence, platform: str, differentiated: bool) -> bool:
