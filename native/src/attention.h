@@ -106,6 +106,8 @@ class AttentionJob : public TaskJob {
       : AttentionJob(call, threads, call.heads / call.kv_heads * parts, scratch * sizeof(T),
                      Keys<Call>(call, nullptr).bytes(), packs(call) >= kManyPacks * threads) {}
 
+  static const Call& divided(const Call& call, int) { return call; }
+
   // Each thread is worth its waking from about a million multiplications on.
   static double useful_threads(const Call& call) {
     return double(call.batch) * double(call.heads) * double(call.time) * double(call.time) *

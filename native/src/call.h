@@ -120,7 +120,7 @@ template <typename T>
 struct LinearAttention {
   using Real = T;
   int64_t batch = 0, time = 0, heads = 0, key_heads = 0, features = 0, values = 0;
-  int64_t parts = 1;  // into which the heads of values that share a key head are divided
+  int64_t parts = 1;  // into which a job divides the heads of values that share a key head
 
   const T* q = nullptr;          // (B, T, K, D)
   const T* k = nullptr;          // (B, T, K, D)
@@ -143,8 +143,8 @@ struct LinearAttentionBackward : LinearAttention<T> {
   const T* dy = nullptr;      // (B, T, H, E)
   const T* dlast = nullptr;   // (B, H, E, D)
 
-  T* dq = nullptr;          // (B, parts, T, K, D): the part of some of the heads of values
-  T* dk = nullptr;          // (B, parts, T, K, D)
+  T* dq = nullptr;          // (B, T, K, D)
+  T* dk = nullptr;          // (B, T, K, D)
   T* dv = nullptr;          // (B, T, H, E)
   T* dlog_decay = nullptr;  // (B, T, H)
   T* dstate = nullptr;      // (B, H, E, D)
@@ -158,7 +158,7 @@ template <typename T>
 struct SelectiveScan {
   using Real = T;
   int64_t batch = 0, time = 0, features = 0, states = 0;
-  int64_t parts = 1;  // into which the features are divided
+  int64_t parts = 1;  // into which a job divides the features
 
   const T* u = nullptr;         // (B, T, F)
   const T* dt = nullptr;        // (B, T, F)
@@ -186,8 +186,8 @@ struct SelectiveScanBackward : SelectiveScan<T> {
   T* du = nullptr;      // (B, T, F)
   T* ddt = nullptr;     // (B, T, F)
   T* dA = nullptr;      // (B, N, F)
-  T* dB = nullptr;      // (B, parts, T, N): the part of some of the features
-  T* dC = nullptr;      // (B, parts, T, N)
+  T* dB = nullptr;      // (B, T, N)
+  T* dC = nullptr;      // (B, T, N)
   T* dstate = nullptr;  // (B, N, F)
 };
 

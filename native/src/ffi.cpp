@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <new>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -105,7 +106,7 @@ class Buffers {
     }
     if (buffer.element_type() != type) {
       return fail<U>(ffi::Error::InvalidArgument(
-          std::string(name) + ": expected the type of the other arrays, int32 lengths and bool reset"));
+          std::string(name) + ": expected " + text(type) + ", got " + text(buffer.element_type())));
     }
     return static_cast<U*>(buffer.untyped_data());
   }
@@ -125,6 +126,12 @@ class Buffers {
   U* fail(ffi::Error error) {
     if (error_.success()) error_ = error;
     return nullptr;
+  }
+
+  static std::string text(ffi::DataType type) {
+    std::ostringstream name;
+    name << type;
+    return name.str();
   }
 
   template <typename Sizes>
@@ -275,15 +282,13 @@ void take(AttentionBackward<T>& call, Buffers<T>& buffers) {
 }
 
 template <typename T>
-auto take_shared(LinearAttention<T>& call, Buffers<T>& buffers, int64_t parts) {
+auto take_shared(LinearAttention<T>& call, Buffers<T>& buffers) {
   const auto of_q = buffers.sizes(0, 4), of_v = buffers.sizes(2, 4);
   const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
   const int64_t n = call.key_heads = of_q[2], d = call.features = of_q[3];
   const int64_t h = call.heads = of_v[2], e = call.values = of_v[3];
   const int64_t chunks = (t + kLinearAttentionChunk - 1) / kLinearAttentionChunk;
-  buffers.check(n > 0 && h % n == 0 && parts > 0 && parts <= h / n,
-                "expected heads that can be divided among key heads and parts");
-  call.parts = parts;
+  buffers.check(n > 0 && h % n == 0, "expected heads that can be divided among key heads");
   call.q = buffers.argument("q", {b, t, n, d});
   call.k = buffers.argument("k", {b, t, n, d});
   call.v = buffers.argument("v", {b, t, h, e});
@@ -293,8 +298,8 @@ auto take_shared(LinearAttention<T>& call, Buffers<T>& buffers, int64_t parts) {
 
 // Without `keep`, the forward kernels do not return the states before the chunks.
 template <typename T>
-void take(LinearAttentionForward<T>& call, Buffers<T>& buffers, int64_t parts, bool keep) {
-  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers, parts);
+void take(LinearAttentionForward<T>& call, Buffers<T>& buffers, bool keep) {
+  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers);
   call.state = buffers.argument("state", {b, h, e, d});
   call.y = buffers.result("y", {b, t, h, e});
   call.last = buffers.result("last", {b, h, e, d});
@@ -302,26 +307,24 @@ void take(LinearAttentionForward<T>& call, Buffers<T>& buffers, int64_t parts, b
 }
 
 template <typename T>
-void take(LinearAttentionBackward<T>& call, Buffers<T>& buffers, int64_t parts) {
-  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers, parts);
+void take(LinearAttentionBackward<T>& call, Buffers<T>& buffers) {
+  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers);
   call.before = buffers.argument("before", {b, chunks, h, d, e});
   call.dy = buffers.argument("dy", {b, t, h, e});
   call.dlast = buffers.argument("dlast", {b, h, e, d});
-  call.dq = buffers.result("dq", {b, parts, t, n, d});
-  call.dk = buffers.result("dk", {b, parts, t, n, d});
+  call.dq = buffers.result("dq", {b, t, n, d});
+  call.dk = buffers.result("dk", {b, t, n, d});
   call.dv = buffers.result("dv", {b, t, h, e});
   call.dlog_decay = buffers.result("dlog_decay", {b, t, h});
   call.dstate = buffers.result("dstate", {b, h, e, d});
 }
 
 template <typename T>
-auto take_shared(SelectiveScan<T>& call, Buffers<T>& buffers, int64_t parts) {
+auto take_shared(SelectiveScan<T>& call, Buffers<T>& buffers) {
   const auto of_u = buffers.sizes(0, 3), of_B = buffers.sizes(3, 3);
   const int64_t b = call.batch = of_u[0], t = call.time = of_u[1];
   const int64_t f = call.features = of_u[2], n = call.states = of_B[2];
   const int64_t chunks = (t + kSelectiveScanChunk - 1) / kSelectiveScanChunk;
-  buffers.check(parts > 0, "expected at least one part");
-  call.parts = parts;
   call.u = buffers.argument("u", {b, t, f});
   call.dt = buffers.argument("dt", {b, t, f});
   call.A = buffers.argument("A", {b, n, f});
@@ -332,8 +335,8 @@ auto take_shared(SelectiveScan<T>& call, Buffers<T>& buffers, int64_t parts) {
 }
 
 template <typename T>
-void take(SelectiveScanForward<T>& call, Buffers<T>& buffers, int64_t parts, bool keep) {
-  const auto [b, t, f, n, chunks] = take_shared(call, buffers, parts);
+void take(SelectiveScanForward<T>& call, Buffers<T>& buffers, bool keep) {
+  const auto [b, t, f, n, chunks] = take_shared(call, buffers);
   call.state = buffers.argument("state", {b, n, f});
   call.y = buffers.result("y", {b, t, f});
   call.last = buffers.result("last", {b, n, f});
@@ -341,16 +344,16 @@ void take(SelectiveScanForward<T>& call, Buffers<T>& buffers, int64_t parts, boo
 }
 
 template <typename T>
-void take(SelectiveScanBackward<T>& call, Buffers<T>& buffers, int64_t parts) {
-  const auto [b, t, f, n, chunks] = take_shared(call, buffers, parts);
+void take(SelectiveScanBackward<T>& call, Buffers<T>& buffers) {
+  const auto [b, t, f, n, chunks] = take_shared(call, buffers);
   call.before = buffers.argument("before", {b, chunks, n, f});
   call.dy = buffers.argument("dy", {b, t, f});
   call.dlast = buffers.argument("dlast", {b, n, f});
   call.du = buffers.result("du", {b, t, f});
   call.ddt = buffers.result("ddt", {b, t, f});
   call.dA = buffers.result("dA", {b, n, f});
-  call.dB = buffers.result("dB", {b, parts, t, n});
-  call.dC = buffers.result("dC", {b, parts, t, n});
+  call.dB = buffers.result("dB", {b, t, n});
+  call.dC = buffers.result("dC", {b, t, n});
   call.dstate = buffers.result("dstate", {b, n, f});
 }
 
@@ -395,10 +398,8 @@ TWINSCAN_EXPORT(twinscan_rnn_backward, run_rnn_backward,
 TWINSCAN_EXPORT(twinscan_attention_forward, run_operator<twinscan::AttentionForward>, );
 TWINSCAN_EXPORT(twinscan_attention_backward, run_operator<twinscan::AttentionBackward>, );
 TWINSCAN_EXPORT(twinscan_linear_attention_forward, run_operator<twinscan::LinearAttentionForward>,
-                .Attr<int64_t>("parts").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_linear_attention_backward, run_operator<twinscan::LinearAttentionBackward>,
-                .Attr<int64_t>("parts"));
+                .Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_linear_attention_backward, run_operator<twinscan::LinearAttentionBackward>, );
 TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_operator<twinscan::SelectiveScanForward>,
-                .Attr<int64_t>("parts").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_selective_scan_backward, run_operator<twinscan::SelectiveScanBackward>,
-                .Attr<int64_t>("parts"));
+                .Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_backward, run_operator<twinscan::SelectiveScanBackward>, );

@@ -39,7 +39,8 @@ template <template <typename> class JobOf, typename Call>
 void run_job(const Call& call) {
   using Job = JobOf<typename Call::Real>;
   const int threads = int(std::min(double(twinscan::threads()), 1 + Job::useful_threads(call)));
-  run(std::make_shared<Job>(call, threads), threads);
+  const auto job = std::make_shared<Job>(Job::divided(call, threads), threads);
+  run(job, job->num_threads());
 }
 
 extern const Kernels<float> kernels_float32;

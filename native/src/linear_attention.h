@@ -13,6 +13,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -42,11 +45,11 @@ struct Decays {
       from_start[t] = total;
       for (int64_t i = 0; i < t; ++i) sums[i] += now;
       T* const row = between + t * kChunk;
-      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, exp_or_zero<T>(load(sums + i)));
+      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, exp_or_limit<T>(load(sums + i)));
       std::fill(row + t + 1, row + columns, T(0));
     }
     for (int64_t t = 0; t < columns; t += kLanes<T>) {
-      store(from_start + t, exp_or_zero<T>(load(from_start + t)));
+      store(from_start + t, exp_or_limit<T>(load(from_start + t)));
     }
     if (count > 0) std::copy_n(between + (count - 1) * kChunk, count, to_end);
     whole = count > 0 ? from_start[count - 1] : T(1);
@@ -79,12 +82,18 @@ class LinearAttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  LinearAttentionJob(const Call& call, int threads, size_t scratch)
-      : TaskJob(call.batch * call.key_heads * call.parts, threads, scratch),
+  LinearAttentionJob(const Call& call, int threads, size_t scratch, size_t shared = 0)
+      : TaskJob(call.batch * call.key_heads * call.parts, threads, scratch, shared),
         call_(call),
         parts_(call.parts),
         heads_per_key_(call.heads / call.key_heads),
         chunks_(ceil_div(call.time, kChunk)) {}
+
+  // A part computes q_t·k_i and its gradients, which takes about as long as a head.
+  static Call divided(Call call, int threads) {
+    call.parts = choose_parts(call.batch * call.key_heads, call.heads / call.key_heads, threads);
+    return call;
+  }
 
   // Each thread is worth its waking from about a million multiplications on.
   static double useful_threads(const Call& call) {
@@ -199,7 +208,9 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
   using Base::call_, Base::chunks_, Base::parts_;
 
   LinearAttentionBackwardJob(const Call& call, int threads)
-      : Base(call, threads, Scratch(call, nullptr).bytes()) {}
+      : Base(call, threads, Scratch(call, nullptr).bytes(),
+             call.parts == 1 ? 0 : call.batch * call.parts * of_row(call) * sizeof(T)),
+        ended_(call.batch * call.key_heads) {}
 
  private:
   struct Scratch : LinearAttentionScratch<T> {
@@ -226,7 +237,6 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
 
   void run_task(int64_t task, void* memory) override {
     const Scratch s(call_, memory);
-    const int64_t part = task % parts_;
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
     const int64_t features = call_.features, values = call_.values, time = call_.time;
@@ -301,11 +311,12 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
       std::fill_n(s.dk, count * of_k, T(0));
       add_product<T, true>(count, of_k / kLanes<T>, count, s.dscores, kChunk, s.q, of_k, s.dk,
                            of_k);
+      const auto [dq, dk] = of_part(b, task % parts_);
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t to = (((b * parts_ + part) * time + t + i) * call_.key_heads + g) * features;
+        const int64_t to = ((t + i) * call_.key_heads + g) * features;
         for (int64_t f = 0; f < features; ++f) {
-          call_.dq[to + f] = s.dq[i * of_k + f] + s.dq_by_feature[f * kChunk + i];
-          call_.dk[to + f] = s.dk[i * of_k + f] + s.dk_by_feature[f * kChunk + i];
+          dq[to + f] = s.dq[i * of_k + f] + s.dq_by_feature[f * kChunk + i];
+          dk[to + f] = s.dk[i * of_k + f] + s.dk_by_feature[f * kChunk + i];
         }
       }
     }
@@ -314,7 +325,39 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
       transpose_back(s.dstates + n * of_state, of_v, values, features, call_.dstate + head,
                      features);
     }
+    if (parts_ > 1 && ++ended_[task / parts_] == parts_) add_parts(b, g);
   }
+
+  // The numbers of q and k in a row of the batch.
+  static int64_t of_row(const Call& call) {
+    return 2 * call.time * call.key_heads * call.features;
+  }
+
+  // Where a part writes ∂q and ∂k of a row.
+  std::array<T*, 2> of_part(int64_t b, int64_t part) const {
+    const int64_t size = of_row(call_);
+    if (parts_ == 1) return {call_.dq + b * size / 2, call_.dk + b * size / 2};
+    T* const start = reinterpret_cast<T*>(this->shared()) + (b * parts_ + part) * size;
+    return {start, start + size / 2};
+  }
+
+  // Adds up what the parts of a row have written for a key head.
+  void add_parts(int64_t b, int64_t g) const {
+    const int64_t features = call_.features, distance = call_.key_heads * features;
+    T* const sums[] = {call_.dq + b * call_.time * distance, call_.dk + b * call_.time * distance};
+    for (int i = 0; i < 2; ++i) {
+      for (int64_t t = 0; t < call_.time; ++t) {
+        const int64_t at = t * distance + g * features;
+        std::fill_n(sums[i] + at, features, T(0));
+        for (int64_t part = 0; part < parts_; ++part) {
+          const T* const from = of_part(b, part)[i];
+          for (int64_t f = at; f < at + features; ++f) sums[i][f] += from[f];
+        }
+      }
+    }
+  }
+
+  std::vector<std::atomic<int64_t>> ended_;  // of each row and key head: the parts that have ended
 
   // The log decay of step s is in the sums of the pairs i < s ≤ t, of e_t for t ≥ s, of f_i for
   // i < s, and of Π.

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "math.h"
 #include "vector.h"
@@ -13,10 +15,17 @@ constexpr int64_t padded(int64_t count) {
   return ceil_div(count, kLanes<T>) * kLanes<T>;
 }
 
-// e^x of an x ≤ kMost, and 0 where that is no normal number
+// e^x of an x ≤ kMost, and 0 where that is not a normal number
 template <typename T>
 inline Vector<T> exp_or_zero(Vector<T> x) {
   return x < -ExpConstants<T>::kMost ? Vector<T>{} : exp_in_range<T>(x).value();
+}
+
+// e^x of any x: 0 where it is not a normal number, and ∞ from about the largest one on
+template <typename T>
+inline Vector<T> exp_or_limit(Vector<T> x) {
+  const Vector<T> infinity = std::numeric_limits<T>::infinity() - Vector<T>{};
+  return x > ExpConstants<T>::kMost ? infinity : exp_or_zero<T>(x);
 }
 
 // Combines all lanes, halving their number in each turn.
@@ -35,6 +44,21 @@ inline T reduce(Vector<T> x, Operation combine) {
 template <typename T>
 inline T sum_lanes(Vector<T> x) {
   return reduce<T>(x, [](T a, T b) { return a + b; });
+}
+
+template <typename T>
+inline void add_pairs(const T* __restrict pairs, int64_t count, T* __restrict sums) {
+  for (int64_t i = 0; i < count; ++i) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
+}
+
+// Combines the lanes of each of `count` vectors, and overwrites these. `spare` has half their size.
+template <typename T>
+inline void sum_lanes_of_each(T* vectors, int64_t count, T* spare, T* sums) {
+  for (int64_t lanes = kLanes<T> / 2; lanes > 1; lanes /= 2) {
+    add_pairs(vectors, count * lanes, spare);
+    std::swap(vectors, spare);
+  }
+  add_pairs(vectors, count, sums);
 }
 
 // The rows of a head lie too far apart for the processor to foresee the next ones.

@@ -12,7 +12,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <type_traits>
+#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -34,8 +37,14 @@ class SelectiveScanJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  SelectiveScanJob(const Call& call, int threads, size_t scratch)
-      : TaskJob(call.batch * call.parts, threads, scratch), call_(call) {}
+  SelectiveScanJob(const Call& call, int threads, size_t scratch, size_t shared = 0)
+      : TaskJob(call.batch * call.parts, threads, scratch, shared), call_(call) {}
+
+  // A part adds up lanes for the gradients of B and C, which takes about as long as a vector.
+  static Call divided(Call call, int threads) {
+    call.parts = choose_parts(call.batch, ceil_div(call.features, kLanes<T>), threads);
+    return call;
+  }
 
   // Each thread is worth its waking from about 100,000 exponentials on.
   static double useful_threads(const Call& call) {
@@ -172,10 +181,13 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
   using typename Base::Block;
 
   SelectiveScanBackwardJob(const Call& call, int threads)
-      : Base(call, threads, 2 * kSelectiveScanChunk * call.states * sizeof(Vector<T>)) {}
+      : Base(call, threads, 5 * kSelectiveScanChunk * call.states * sizeof(Vector<T>) / 2,
+             call.parts == 1 ? 0 : call.batch * call.parts * 2 * of_row(call) * sizeof(T)),
+        ended_(call.batch) {}
 
  private:
   void run_task(int64_t task, void* scratch) override {
+    const auto [dB_of_part, dC_of_part] = of_task(task);
     // The gradients of B and C, as sums over the blocks: (step, state)
     const int64_t size = kSelectiveScanChunk * call_.states;
     Vector<T>* const dB = static_cast<Vector<T>*>(scratch);
@@ -186,10 +198,35 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
       this->for_each_block(task, chunk, [&](const Block& block) { run_block(block, dB, dC); });
       const int64_t t = chunk * kSelectiveScanChunk;
       const int64_t steps = std::min(kSelectiveScanChunk, call_.time - t);
-      const int64_t to = (task * call_.time + t) * call_.states;  // task = b · parts + part
-      for (int64_t i = 0; i < steps * call_.states; ++i) {
-        call_.dB[to + i] = sum_lanes<T>(dB[i]);
-        call_.dC[to + i] = sum_lanes<T>(dC[i]);
+      const auto numbers = [](Vector<T>* vectors) { return reinterpret_cast<T*>(vectors); };
+      sum_lanes_of_each(numbers(dB), steps * call_.states, numbers(dC + size),
+                        dB_of_part + t * call_.states);
+      sum_lanes_of_each(numbers(dC), steps * call_.states, numbers(dC + size),
+                        dC_of_part + t * call_.states);
+    }
+    const int64_t parts = call_.parts, b = task / parts;
+    if (parts > 1 && ++ended_[b] == parts) add_parts(b);
+  }
+
+  static int64_t of_row(const Call& call) { return call.time * call.states; }
+
+  // Where a task, which is part task % parts of row task / parts, writes the gradients of B and C.
+  std::array<T*, 2> of_task(int64_t task) const {
+    const int64_t size = of_row(call_);
+    if (call_.parts == 1) return {call_.dB + task * size, call_.dC + task * size};
+    T* const start = reinterpret_cast<T*>(this->shared()) + task * 2 * size;
+    return {start, start + size};
+  }
+
+  // Adds up what the parts of a row have written.
+  void add_parts(int64_t b) const {
+    const int64_t size = of_row(call_);
+    T* const sums[] = {call_.dB + b * size, call_.dC + b * size};
+    for (int i = 0; i < 2; ++i) {
+      std::fill_n(sums[i], size, T(0));
+      for (int64_t part = 0; part < call_.parts; ++part) {
+        const T* const from = of_task(b * call_.parts + part)[i];
+        for (int64_t j = 0; j < size; ++j) sums[i][j] += from[j];
       }
     }
   }
@@ -254,6 +291,8 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
     block.write_steps(ddt, call_.ddt);
     block.write_steps(dscaled, call_.du);
   }
+
+  std::vector<std::atomic<int64_t>> ended_;  // of each row: the parts that have ended
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

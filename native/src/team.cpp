@@ -168,10 +168,27 @@ Memory::~Memory() {
   std::free(block->bytes <= kMostKept ? kept.exchange(block) : block);
 }
 
+int64_t choose_parts(int64_t rows, int64_t units, int threads) {
+  if (threads == 1) return 1;
+  const auto time = [&](int64_t parts) {
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    return ceil_div(rows * parts, threads) * (ceil_div(units, parts) + 1);
+  };
+  int64_t fastest = 1;
+  for (int64_t parts = 2; parts <= std::min<int64_t>(units, threads); ++parts) {
+    if (time(parts) < time(fastest)) fastest = parts;
+  }
+  // With several parts for each thread, few are left to a thread that loses its core.
+  int64_t parts = std::min(units, 4 * threads / std::max<int64_t>(rows, 1));
+  while (parts > fastest && time(parts) > time(fastest) * 9 / 8) --parts;
+  return std::max(parts, fastest);
+}
+
 TaskJob::TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes)
-    : scratch_bytes_((scratch_bytes + 63) / 64 * 64),
+    : threads_(int(std::min<int64_t>(threads, std::max<int64_t>(tasks, 1)))),
+      scratch_bytes_((scratch_bytes + 63) / 64 * 64),
       shared_bytes_((shared_bytes + 63) / 64 * 64),
-      memory_(shared_bytes_ + scratch_bytes_ * threads),
+      memory_(shared_bytes_ + scratch_bytes_ * threads_),
       progress_(tasks) {}
 
 void TaskJob::work(int thread) {

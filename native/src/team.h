@@ -87,11 +87,17 @@ class Memory {
   void* block_;
 };
 
-// A job of tasks. Each thread has memory of its own for them, and the tasks share some, too.
+// Into how many parts to divide `units` of work, for each of some rows, if a part takes as long as its
+// units and one more.
+int64_t choose_parts(int64_t rows, int64_t units, int threads);
+
+// A job of tasks. Each thread has memory of its own for them, and the tasks share some, too. There is
+// never a thread without a task.
 class TaskJob : public Job {
  public:
   TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes = 0);
   void work(int thread) final;
+  int num_threads() const { return threads_; }
 
  protected:
   virtual void run_task(int64_t task, void* scratch) = 0;
@@ -101,6 +107,7 @@ class TaskJob : public Job {
   char* shared() const { return static_cast<char*>(memory_.start()); }
 
  private:
+  const int threads_;
   const size_t scratch_bytes_, shared_bytes_;
   const Memory memory_;
   std::vector<Progress> progress_;

@@ -2,13 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_models import ops
 from jax_models.ops.forms import runs_on_one_device
 from jax_models.ops.linear.selective_scan import chunked
 from jax_models.ops.linear.selective_scan.definition import SelectiveScan, Steps
-from twinscan_native import num_threads
 from twinscan_native.kernels import call_kernel, refusal_of
 
 CHUNK = 16
@@ -35,19 +33,16 @@ def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:
 @jax.jit
 def run(call: SelectiveScan):
     """Runs the kernels. Under `vmap`, all elements become one batch."""
-    batch, time, features = call.steps.u.shape
-    reset = jnp.zeros((batch, time), bool) if call.reset is None else call.reset
-    # A part needs a thread, and has at least a vector of features.
-    parts = max(1, min(features // 16, -(-num_threads() // batch)))
-    return _selective_scan(parts, (call.steps, call.A, call.h), reset)
+    reset = jnp.zeros(call.steps.u.shape[:2], bool) if call.reset is None else call.reset
+    return _selective_scan(None, (call.steps, call.A, call.h), reset)
 
 
-def _in_chunks(parts: int, floats, reset):
+def _in_chunks(static, floats, reset):
     steps, A, h = floats
     return chunked.run(SelectiveScan(steps, A, h, reset))
 
 
-def _forward(parts: int, keep: bool, floats, reset):
+def _forward(static, keep: bool, floats, reset):
     (u, *_), _, h = floats
     of_u, of_h = jax.typeof(u), jax.typeof(h)
     before = of_h.update(shape=(len(h), -(-u.shape[1] // CHUNK), *h.shape[1:]))
@@ -56,26 +51,22 @@ def _forward(parts: int, keep: bool, floats, reset):
         [of_u, of_h] + [before] * keep,
         *_arrays(floats, reset),
         h,
-        parts=np.int64(parts),
         keep=keep,
     )
     return (y, last), tuple(kept)
 
 
-def _gradient(parts: int, floats, reset, results, kept, gradients):
-    """The kernel returns the part of each part of the features in the gradients of B and C."""
+def _gradient(static, floats, reset, results, kept, gradients):
     (u, _, B, _), _, h = floats
     of_u, of_h, of_B = map(jax.typeof, (u, h, B))
-    of_B = of_B.update(shape=(len(B), parts, *B.shape[1:]))
     du, ddt, dA, dB, dC, dh = call_kernel(
         "selective_scan_backward",
         [of_u, of_u, of_h, of_B, of_B, of_h],
         *_arrays(floats, reset),
         *kept,
         *gradients,
-        parts=np.int64(parts),
     )
-    return Steps(du, ddt, dB.sum(1), dC.sum(1)), dA.sum(0), dh
+    return Steps(du, ddt, dB, dC), dA.sum(0), dh
 
 
 def _arrays(floats, reset):

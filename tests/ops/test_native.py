@@ -322,7 +322,7 @@ def test_results_depend_on_the_number_of_threads_only_by_rounding(sizes, num_thr
     function, arguments = problem(layer, batch, time)
     compiled = jax.jit(with_gradients(function)).lower(*arguments).compile()
     num_threads(1)
-    alone = compiled(*arguments)
+    alone = jax.block_until_ready(compiled(*arguments))
     num_threads(8)
     together = compiled(*arguments)
     jax.tree.map(partial(assert_same, what="one thread and eight"), alone, together)
@@ -342,25 +342,60 @@ def attention(q, k, v):
     return ops.attention(q, k, v, method="native")
 
 
+OPERATORS = [
+    (selective_scan, [(2, 40, 150)] * 2 + [(150, 70)] + [(2, 40, 70)] * 2),
+    (state_space, [(1, 300, 2, 22)] * 2 + [(1, 300, 10, 99), (1, 300, 10)]),
+    (attention, [(2, 340, 6, 12), (2, 340, 2, 12), (2, 340, 2, 12)]),
+]
+
+
 @needs_kernels
-@pytest.mark.parametrize(
-    ("operator", "shapes"),
-    [
-        (selective_scan, [(2, 40, 150)] * 2 + [(150, 7)] + [(2, 40, 7)] * 2),
-        (state_space, [(1, 140, 2, 12)] * 2 + [(1, 140, 10, 9), (1, 140, 10)]),
-        (attention, [(2, 140, 6, 12), (2, 140, 2, 12), (2, 140, 2, 12)]),
-    ],
-)
+@pytest.mark.parametrize(("operator", "shapes"), OPERATORS)
 def test_results_in_more_parts_differ_only_by_rounding(operator, shapes, num_threads, x64):
-    """These operators divide heads or features into parts, if there are more threads than rows."""
+    """These kernels divide the heads or features of a row into parts, if it has several threads."""
     draw = np.random.default_rng(0).standard_normal
     arrays = [jnp.asarray(draw(shape)) for shape in shapes]
+    compiled = jax.jit(with_gradients(operator)).lower(*arrays).compile()
     num_threads(1)
-    alone = jax.jit(with_gradients(operator))(*arrays)
-    jax.clear_caches()  # the parts are counted while tracing
-    num_threads(8)
-    together = jax.jit(with_gradients(operator))(*arrays)
-    jax.tree.map(partial(assert_same, what="one thread and eight"), alone, together)
+    alone = jax.block_until_ready(compiled(*arrays))
+    num_threads(5)
+    together = compiled(*arrays)
+    jax.tree.map(partial(assert_same, what="one thread and five"), alone, together)
+    pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True)
+    assert any((a != b).any() for a, b in pairs) == (operator is not attention)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, compiled(*arrays), together)
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of this process")
+def test_no_thread_has_no_task(num_threads):
+    """It would need memory of its own."""
+    q = jnp.ones((1, 1500, 2, 64))
+    threads = len(os.listdir("/proc/self/task"))
+    num_threads(100)
+    jax.block_until_ready(jax.jit(with_gradients(attention))(q, q, q))
+    assert len(os.listdir("/proc/self/task")) < threads + 80
+
+
+@needs_kernels
+def test_a_state_that_overflows_is_not_finite():
+    ones = jnp.ones((1, 64, 1, 4))
+    log_decay = jnp.full((1, 64, 1), 2.0)
+    _, state = ops.gated_delta_rule(ones, ones, ones, log_decay, beta=None, method="native")
+    assert not np.isfinite(state).any()
+
+
+@needs_kernels
+def test_positions_may_be_int64(x64):
+    q = jnp.ones((2, 20, 2, 8), jnp.float32)
+    starts = jnp.zeros(2, jnp.int64)
+    past = ops.LocalAttentionState(starts, q[:, :3], q[:, :3])
+    found = [
+        ops.local_attention(q, q, q, past, empty=True, method=method)[0]
+        for method in ("native", "definition")
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 @pytest.fixture
@@ -380,8 +415,9 @@ def test_the_number_of_threads_is_read_from_the_environment_and_checked(num_thre
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
     assert python("3").stdout == "3\n"
+    assert python("").returncode == 0
     expected = "expected a positive number of threads, got "
-    for value in ("0", "two"):
+    for value in ("0", "two", "２"):
         assert f"TWINSCAN_NATIVE_THREADS: {expected}'{value}'" in python(value).stderr
     for count in (0, 1.5, True):
         with pytest.raises(ValueError, match=f"count: {expected}{count}"):
@@ -445,6 +481,14 @@ def test_auto_is_native_only_where_the_program_runs_on_a_cpu(always_pays):
 
 
 @needs_kernels
+@pytest.mark.parametrize(("operator", "shapes"), OPERATORS)
+def test_operators_are_lowered_for_cpus_only(operator, shapes):
+    traced = jax.jit(with_gradients(operator)).trace(*map(jnp.ones, shapes))
+    with pytest.raises(NotImplementedError, match="runs on a CPU only"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("time", "dtype", "chosen"),
     [(16, jnp.float32, "native"), (15, jnp.float32, "xla"), (16, jnp.float64, "xla")],
@@ -458,10 +502,13 @@ def test_pays_for_long_sequences_in_float32(time, dtype, chosen, x64):
 X = jnp.ones((4, 6, FEATURES))
 single = partial(build, dtype=jnp.float32)
 REFUSED = {
-    "no projection": (partial(single, "LSTM", proj_features=2), X),
-    "no peepholes": (partial(single, "LSTM", use_peepholes=True), X),
-    "gru with reset_after": (partial(single, "GRU", reset_after=False), X),
-    "float64, not in bfloat16": (partial(build, "RNN", dtype=jnp.bfloat16), X.astype("bfloat16")),
+    "not support projections": (partial(single, "LSTM", proj_features=2), X),
+    "not support peepholes": (partial(single, "LSTM", use_peepholes=True), X),
+    "gru with reset_after=True": (partial(single, "GRU", reset_after=False), X),
+    "float32 and float64, not bfloat16": (
+        partial(build, "RNN", dtype=jnp.bfloat16),
+        X.astype("bfloat16"),
+    ),
 }
 
 
