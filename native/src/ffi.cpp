@@ -105,8 +105,8 @@ class Buffers {
                                                  ", got " + text(buffer.dimensions())));
     }
     if (buffer.element_type() != type) {
-      return fail<U>(ffi::Error::InvalidArgument(
-          std::string(name) + ": expected " + text(type) + ", got " + text(buffer.element_type())));
+      return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected type " + text(type) +
+                                                 ", got " + text(buffer.element_type())));
     }
     return static_cast<U*>(buffer.untyped_data());
   }
@@ -399,7 +399,8 @@ TWINSCAN_EXPORT(twinscan_attention_forward, run_operator<twinscan::AttentionForw
 TWINSCAN_EXPORT(twinscan_attention_backward, run_operator<twinscan::AttentionBackward>, );
 TWINSCAN_EXPORT(twinscan_linear_attention_forward, run_operator<twinscan::LinearAttentionForward>,
                 .Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_linear_attention_backward, run_operator<twinscan::LinearAttentionBackward>, );
+TWINSCAN_EXPORT(twinscan_linear_attention_backward,
+                run_operator<twinscan::LinearAttentionBackward>, );
 TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_operator<twinscan::SelectiveScanForward>,
                 .Attr<bool>("keep"));
 TWINSCAN_EXPORT(twinscan_selective_scan_backward, run_operator<twinscan::SelectiveScanBackward>, );

@@ -45,7 +45,9 @@ struct Decays {
       from_start[t] = total;
       for (int64_t i = 0; i < t; ++i) sums[i] += now;
       T* const row = between + t * kChunk;
-      for (int64_t i = 0; i < columns; i += kLanes<T>) store(row + i, exp_or_limit<T>(load(sums + i)));
+      for (int64_t i = 0; i < columns; i += kLanes<T>) {
+        store(row + i, exp_or_limit<T>(load(sums + i)));
+      }
       std::fill(row + t + 1, row + columns, T(0));
     }
     for (int64_t t = 0; t < columns; t += kLanes<T>) {

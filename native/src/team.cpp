@@ -178,8 +178,8 @@ int64_t choose_parts(int64_t rows, int64_t units, int threads) {
   for (int64_t parts = 2; parts <= std::min<int64_t>(units, threads); ++parts) {
     if (time(parts) < time(fastest)) fastest = parts;
   }
-  // With several parts for each thread, few are left to a thread that loses its core.
-  int64_t parts = std::min(units, 4 * threads / std::max<int64_t>(rows, 1));
+  // With up to four tasks for each thread, a thread that loses its core delays only a small one.
+  int64_t parts = std::min(units, int64_t{4} * threads / std::max<int64_t>(rows, 1));
   while (parts > fastest && time(parts) > time(fastest) * 9 / 8) --parts;
   return std::max(parts, fastest);
 }

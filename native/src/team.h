@@ -87,12 +87,12 @@ class Memory {
   void* block_;
 };
 
-// Into how many parts to divide `units` of work, for each of some rows, if a part takes as long as its
-// units and one more.
+// Into how many parts to divide the work of each row, if a part takes as long as its units of work and
+// one more.
 int64_t choose_parts(int64_t rows, int64_t units, int threads);
 
-// A job of tasks. Each thread has memory of its own for them, and the tasks share some, too. There is
-// never a thread without a task.
+// A job of tasks. Each thread has memory of its own for them, and the tasks share some, too. No more
+// threads work on a job than it has tasks.
 class TaskJob : public Job {
  public:
   TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes = 0);

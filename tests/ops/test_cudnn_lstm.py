@@ -214,7 +214,7 @@ def test_is_exported_without_cudnn(one_gpu):
         ("supports float32, not bfloat16", {"dtype": jnp.bfloat16}, {}),
         ("not support projections", {"proj_features": 2}, {}),
         ("does not support reset", {}, {"reset": np.zeros((BATCH, TIME), bool)}),
-        ("no empty batches", {}, {"x": np.zeros((BATCH, 0, FEATURES), np.float32)}),
+        ("not support empty batches", {}, {"x": np.zeros((BATCH, 0, FEATURES), np.float32)}),
         ("65,535 steps, not 65,536", {}, {"x": np.zeros((1, 65_536, FEATURES), np.float32)}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
