@@ -110,7 +110,8 @@ def compare_part(
     """Measures all contenders on one part of a problem."""
     # Only a failure of our own contender ends the run; peers that fail are left out.
     outcome, prepared = Outcome(), {}
-    for name, (framework, _) in contenders.items():
+    for name, contender in contenders.items():
+        framework = contender.framework
         if problem.solved_by is not None and name not in problem.solved_by:
             continue
         try:

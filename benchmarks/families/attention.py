@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.problem import (
     FORWARD,
+    NATIVE,
     OURS,
     Contenders,
     Problem,
@@ -117,10 +118,10 @@ contenders = Contenders()
 @contenders.jax(OURS)
 def ours(problem: Attention):
     """Our operator, without the kernels of twinscan-native, which are a contender of their own."""
-    return by_method(problem, "small_tiles" if jax.default_backend() == "cpu" else "auto")
+    return by_method(problem, "auto")
 
 
-@contenders.jax(f"{OURS}, native")
+@contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Attention):
     """Our operator by the kernels of twinscan-native."""
     require_kernels()
