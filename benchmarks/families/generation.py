@@ -73,9 +73,9 @@ class Greedy(Problem):
     """The config of the model."""
     batch: int
     solved_by: tuple[str, ...] | None
-    num_tokens: int = 64
+    num_tokens: int = 32
     parts = (GREEDY_PART,)
-    rounds = 5
+    rounds = 3
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ from train.run.folder import Run, build_trainer
 from train.run.loop import STEPS_PER_CALL, train
 
 PART = "training step"
-PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}
+PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 6000)}
 """The numbers of steps of the shorter and the longer run."""
 CHECKPOINT_EVERY = 50
 """Number of steps between checkpoints. The preset lstm takes a few seconds for so many."""
@@ -154,7 +154,7 @@ def measure_preset(session: Session, preset: str) -> Outcome:
     for framework, side in sides.values():
         session.workers.device(framework)
         session.workers.call(framework, side, preset, few)  # to compile
-    for _ in range(1 if session.quick else 5):
+    for _ in range(1 if session.quick else 3):
         for name, (framework, side) in sides.items():
             short, long = (session.workers.call(framework, side, preset, n) for n in (few, many))
             turns[name].append((long - short) / (many - few))
