@@ -306,7 +306,7 @@ def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
     return prepared
 
 
-def _burst(name: str, seconds: float = 0.2) -> Burst:
+def _burst(name: str, seconds: float = 0.15) -> Burst:
     """Calls a prepared contender for a while."""
     call, count = _PREPARED[name]
     return burst(call, count, seconds=seconds)

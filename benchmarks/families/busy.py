@@ -45,16 +45,14 @@ KINDS = {
         (
             Gated("LSTM", 128, 32, 256),
             Gated("LSTM", 1024, 1, 256),
-            Gated("LSTM", 150, 16, 200, bidirectional=True),
-            Gated("GRU", 256, 32, 256),
+            Gated("GRU", 150, 16, 200, bidirectional=True),
         ),
         gated_by_method,
     ),
     "attention": Kind(
         (
             Attention(64, 128, 6, 64),
-            Attention(2, 512, 8, 64, kv_heads=2),
-            Attention(1, 777, 5, 64, window=256),
+            Attention(1, 777, 8, 64, kv_heads=2, window=256),
         ),
         attention.by_method,
     ),

@@ -157,9 +157,9 @@ CONTENDERS = {
     f"{OURS}, scan_layers": Contender(
         "jax",
         partial(as_one_block, scan_layers=True),
-        lambda config, part: hasattr(config, "scan_layers"),
+        lambda config, part: hasattr(config, "scan_layers") and part == STEP,
     ),
-    f'{OURS}, remat="full"': Contender(  # without a backward pass, nothing is computed again
+    f'{OURS}, remat="full"': Contender(
         "jax",
         partial(as_one_block, remat="full"),
         lambda config, part: hasattr(config, "remat") and part == STEP,

@@ -11,6 +11,7 @@ import threading
 from functools import partial
 
 import pytest
+from rich.console import Console
 
 from benchmarks import families, workers
 from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
@@ -235,6 +236,17 @@ def test_a_family_has_what_the_command_needs(name):
         for part in problem.parts:
             against = {"torch", "JAX peer", "limit", *module.contenders}
             assert set(problem.targets(part, "cpu")) <= against
+
+
+@pytest.mark.parametrize("name", families.TUNED)
+def test_with_the_tuned_allocator_a_family_is_compared_with_pytorch_only(monkeypatch, name):
+    monkeypatch.setattr(families, "compare", lambda session, module, contenders, _: contenders)
+    all_of_it, tuned = (
+        families.measure(name, Session(Workers("cpu", allocator), Console()))
+        for allocator in ("default", "tuned")
+    )
+    assert tuned.items() < all_of_it.items()
+    assert {each.framework for key, each in tuned.items() if not key.startswith(OURS)} == {"torch"}
 
 
 @pytest.mark.skipif(

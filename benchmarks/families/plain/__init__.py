@@ -27,7 +27,7 @@ class Operator(Problem):
     operator: str
     sizes: tuple[int, ...]
     solved_by: tuple[str, ...] | None = None
-    rounds = 3
+    rounds = 2
 
     @property
     def name(self) -> str:
