@@ -49,7 +49,7 @@ class Session:
     @property
     def rounds(self) -> int:
         """The number of bursts of each contender."""
-        return 2 if self.quick else 5
+        return 2 if self.quick else 4
 
 
 def compare(

@@ -106,9 +106,12 @@ def problems(quick: bool) -> list[Attention]:
         return [Attention(64, 128, 6, 64), Attention(2, 512, 8, 64, kv_heads=2, window=128)]
     return [
         *(Attention(*sizes) for sizes in ((64, 128, 6, 64), (4, 1024, 6, 64))),
-        *(Attention(2, time, 8, 64) for time in (512, 1024, 2048, 4096)),
-        *(Attention(2, time, 8, 64, kv_heads=2) for time in (512, 4096)),
-        *(Attention(2, time, 8, 64, window=256) for time in (512, 4096)),
+        *(Attention(2, time, 8, 64) for time in (512, 1024, 2048)),
+        Attention(2, 512, 8, 64, kv_heads=2),
+        Attention(2, 512, 8, 64, window=256),
+        Attention(1, 4096, 8, 64),
+        Attention(1, 4096, 8, 128, kv_heads=2),
+        Attention(1, 4096, 8, 64, window=256),
     ]
 
 

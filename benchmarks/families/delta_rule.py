@@ -143,7 +143,6 @@ def problems(quick: bool) -> list[Recurrence]:
             StateSpace(1, 128, 4, 32, 2, 64),
         ]
     return [
-        Recurrence(4, 1024, 4, 64),
         Recurrence(4, 2048, 4, 64),
         Recurrence(1, 2048, 8, 128),
         DecayByFeature(1, 1024, 8, 64),

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.compare import Session, compare
 from benchmarks.families.plain.pairs import PAIRS, Pair
-from benchmarks.oracle import in_float64
 from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import NATIVE, OURS, Contenders, Problem, operator, require_kernels
 from benchmarks.report.plot import RowsByAllocator, ratios
@@ -47,10 +46,6 @@ class Operator(Problem):
         """A random gradient of y."""
         y = jax.eval_shape(lambda arrays: self.pair.plain(**arrays), self.arrays())
         return np.random.default_rng(1).standard_normal(y.shape, np.float32)
-
-    def oracle(self):
-        """Computes the plain version in float64."""
-        return in_float64(self.pair.plain, self.arrays(), self.cotangent())
 
     def targets(self, part, platform):
         """No operator takes longer than its plain version."""
