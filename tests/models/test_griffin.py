@@ -20,7 +20,7 @@ from parity_tests.engine.bounds.tolerance import assert_same
 @pytest.mark.parametrize(("window", "before"), [(4, 11), (1, 0), (40, 11)])
 def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
     """Compares outputs and gradients for packed documents, in pieces that pass on their state."""
-    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 8)
+    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 16)
     rng = np.random.default_rng(window)
     time = 30
     q, k, v = (rng.standard_normal((2, time, heads, 6)) for heads in (4, 2, 2))
@@ -69,7 +69,7 @@ def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform
 @pytest.mark.parametrize(("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf)])
 def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch, faulty, number):
     """In these steps, the head's outputs are NaN and pass on no gradient."""
-    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 8)
+    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 16)
     time, window, step = 30, 6, 11
     rng = np.random.default_rng(0)
     sound = {name: rng.standard_normal((1, time, 2, 4)).astype(np.float32) for name in "qkv"}

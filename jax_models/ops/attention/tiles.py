@@ -18,20 +18,18 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
-TILE, LARGE_TILE = 128, 512
-"""The number of steps of a tile on a CPU and on accelerators.
+TILE, LARGE_TILE = 256, 512
+"""The largest number of steps of a tile on a CPU and on accelerators.
 
 The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
 products.
 """
-PART = 8 * TILE**2
+PART = 2 * TILE**2
 """The largest number of scores of the tiles that are computed together on a CPU.
 
 More heads and rows of the batch than that are computed in parts, one after another, because writing
 all of q, k, v and the scores to fresh memory takes longer than the products of short sequences.
 """
-FEW_TILES = 6
-"""The largest number of pairs of tiles for which the loop is unrolled."""
 
 
 @jax.jit  # else eager calls would compile the loop each time
@@ -60,7 +58,10 @@ def _run(call: CausalAttention, tiling: Tiling, parts: Parts) -> Array:
 
 
 def _small(call: CausalAttention) -> tuple[Tiling, Parts]:
-    tiling = _tiling(call, TILE)
+    time = call.q.shape[1]
+    # Where a query sees few keys, smaller tiles have fewer scores that no query sees.
+    is_long = not is_symbolic_dim(time) and time > TILE and call.window >= min(time, 4 * TILE)
+    tiling = _tiling(call, TILE if is_long else TILE // 2)
     # A loop over slices would copy a cache, and gather a batch that is divided over devices.
     in_parts = not call.past.keys.shape[1] and runs_on_one_device("cpu")
     return tiling, Parts.of(call.q, call.k, tiling, PART) if in_parts else WHOLE
@@ -328,9 +329,7 @@ def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
 
 
 def _loop(step: Callable[..., Carry], carry: Carry, pairs: tuple[Any, Any]) -> Carry:
-    count = pairs[0].shape[0]
-    unroll = not is_symbolic_dim(count) and count <= FEW_TILES
-    return lax.scan(lambda carry, pair: (step(carry, *pair), None), carry, pairs, unroll=unroll)[0]
+    return lax.scan(lambda carry, pair: (step(carry, *pair), None), carry, pairs)[0]
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
