@@ -152,18 +152,17 @@ class Contender(NamedTuple):
     solves: Callable[[Any, str], bool] = lambda config, part: True
 
 
+def is_large_step(config: Any, part: str) -> bool:
+    """Whether it is a training step of an architecture whose blocks take long to compile."""
+    return part == STEP and config.family in large_configs()
+
+
 CONTENDERS = {
     OURS: Contender("jax", ours),
     f"{OURS}, scan_layers": Contender(
-        "jax",
-        partial(as_one_block, scan_layers=True),
-        lambda config, part: hasattr(config, "scan_layers") and part == STEP,
+        "jax", partial(as_one_block, scan_layers=True), is_large_step
     ),
-    f'{OURS}, remat="full"': Contender(
-        "jax",
-        partial(as_one_block, remat="full"),
-        lambda config, part: hasattr(config, "remat") and part == STEP,
-    ),
+    f'{OURS}, remat="full"': Contender("jax", partial(as_one_block, remat="full"), is_large_step),
     PLAIN: Contender(  # Hyena's convolutions have no scans
         "jax", plain, lambda config, part: not isinstance(config, HyenaDNALanguageModelConfig)
     ),

@@ -27,7 +27,7 @@ from train.run.folder import Run, build_trainer
 from train.run.loop import STEPS_PER_CALL, train
 
 PART = "training step"
-PRESET_STEPS = {"lstm": (20, 80), "all-work": (1000, 6000)}
+PRESET_STEPS = {"lstm": (20, 80), "all-work": (500, 3000)}
 """The numbers of steps of the shorter and the longer run."""
 CHECKPOINT_EVERY = 50
 """Number of steps between checkpoints. The preset lstm takes a few seconds for so many."""
