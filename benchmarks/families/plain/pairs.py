@@ -337,14 +337,15 @@ def run_local_attention(method, q, k, v, window):
 
 
 PAIRS: Mapping[str, Pair] = {
-    "delta_rule": by_definition(ops.delta_rule, draw_delta_rule, MATRICES),
+    # Two ways to call one operator share its sizes.
+    "delta_rule": by_definition(ops.delta_rule, draw_delta_rule, MATRICES[::2]),
     "wkv7": by_definition(
-        partial(ops.delta_rule, min_log_w=LEAST_LOG_DECAY), draw_delta_rule, MATRICES
+        partial(ops.delta_rule, min_log_w=LEAST_LOG_DECAY), draw_delta_rule, MATRICES[1::2]
     ),
     "wkv6": by_definition(ops.delta_rule, draw_wkv6, MATRICES),
     "gated_delta_rule": by_definition(ops.gated_delta_rule, draw_gated_delta_rule, MATRICES),
     "kimi delta attention": by_definition(
-        ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES
+        ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES[::2]
     ),
     "state space": Pair(
         draw_state_space,
