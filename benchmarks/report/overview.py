@@ -63,7 +63,11 @@ SHOWN = (
         "Causal attention, 4 × 1,024 steps",
         "attention",
         "4 × 1024, 6 heads of 64",
-        {"torch SDPA": TORCH, "jax.nn.dot_product_attention": PLAIN},
+        {
+            "twinscan, native": NATIVE,
+            "torch SDPA": TORCH,
+            "jax.nn.dot_product_attention": PLAIN,
+        },
     ),
 )
 COLORS = {

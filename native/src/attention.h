@@ -12,8 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -43,10 +41,22 @@ inline bool is_finite(const T* numbers, int64_t count) {
 // The keys and values of one head and row of the batch, in the order in which the products read them.
 // A number that is not finite makes its key NaN in the forward pass, and so the results of each query
 // that sees it. Values of such keys are zero, because a weight of 0 times NaN would be NaN.
-template <typename T>
-struct Keys {
-  T *k, *v;                        // (T, padded features), those that the pass needs
-  T *k_by_feature, *v_by_feature;  // panels of kWidth steps: (panel, feature, step)
+template <typename Call>
+struct Keys : Arena {
+  using T = typename Call::Real;
+
+  Keys(const Call& call, void* memory) : Arena(memory), call(call) {}
+
+  const Call& call;
+  const int64_t steps = ceil_div(call.time, kWidth<T>) * kWidth<T>;  // whole panels
+  const int64_t of_k = padded<T>(call.features) * steps, of_v = padded<T>(call.values) * steps;
+  bool* const finite = take<bool>(call.time);
+  // Panels of kWidth steps: (panel, feature, step)
+  T* const k_by_feature = take<T>(of_k);
+  T* const v_by_feature = take<T>(Call::kForward ? 0 : of_v);
+  // (T, padded features)
+  T* const k = take<T>(Call::kForward ? 0 : of_k);
+  T* const v = take<T>(Call::kForward ? of_v : 0);
 };
 
 template <typename T>
@@ -83,83 +93,77 @@ void pack_columns(const T* from, int64_t distance, int64_t time, int64_t feature
 constexpr int64_t kManyPacks = 16;
 
 // What the forward and the backward pass share: packing the keys, and the division over threads.
-// A pack holds the keys and values of one head and row of the batch. If there are many packs, a thread
-// fills a pack and runs all of its tasks while the pack is in the cache. Otherwise the threads first
-// fill all packs, and then share the tasks of each.
+// A pack holds the keys and values of one head and row of the batch. If there are many packs, a task
+// fills a pack and runs all of its parts while the pack is in the cache. Otherwise the first tasks
+// fill all packs, and each other task is one part.
 template <typename Call>
-class AttentionJob : public Job {
+class AttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  // `tasks` is the number of tasks of each head of q, and `scratch` that of numbers of each thread.
-  AttentionJob(const Call& call, int threads, int64_t tasks, int64_t scratch)
-      : call_(call),
-        packs_(call.batch * call.kv_heads),
-        tasks_(call.heads / call.kv_heads * tasks),
-        stored_(packs_ < kManyPacks * threads ? packs_ : threads),
-        steps_(ceil_div(call.time, kWidth<T>) * kWidth<T>),
-        memory_(lay_out(Arena(), threads, scratch)),
-        progress_(packs_ + (stored_ < packs_ ? 0 : packs_ * tasks_)) {
-    lay_out(Arena(memory_.start()), threads, scratch);
-  }
+  // `parts` is the number of parts of each head of q, and `scratch` that of numbers that one needs.
+  AttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
+      : AttentionJob(call, threads, call.heads / call.kv_heads * parts, scratch * sizeof(T),
+                     Keys<Call>(call, nullptr).bytes(), packs(call) >= kManyPacks * threads) {}
 
-  void work(int thread) override {
-    const auto run = [&](int64_t pack, int64_t task, int64_t place) {
-      const int64_t group = call_.heads / call_.kv_heads;
-      const int64_t h = pack % call_.kv_heads * group + task % group;
-      run_task(pack / call_.kv_heads, h, task / group, keys_at(place), scratch_[thread]);
-    };
-    if (stored_ < packs_) {
-      share(0, packs_, [&](int64_t pack) {
-        prepare(pack, thread);
-        for (int64_t task = 0; task < tasks_; ++task) run(pack, task, thread);
-      });
-    } else {
-      share(0, packs_, [&](int64_t pack) { prepare(pack, pack); });
-      for (int64_t pack = 0; pack < packs_; ++pack) wait(progress_[pack], 0);
-      share(packs_, packs_ * tasks_, [&](int64_t i) { run(i / tasks_, i % tasks_, i / tasks_); });
-    }
-    if (thread > 0) return;
-    for (const Progress& part : progress_) wait(part, 0);
+  // Each thread is worth its waking from about a million multiplications on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.heads) * double(call.time) * double(call.time) *
+           double(call.features + call.values) / 2e6;
   }
 
  protected:
-  // Runs one of the tasks of head h of row b of the batch.
-  virtual void run_task(int64_t b, int64_t h, int64_t task, const Keys<T>& keys, T* scratch) = 0;
+  // Runs one of the parts of head h of row b of the batch.
+  virtual void run_part(int64_t b, int64_t h, int64_t part, const Keys<Call>& keys, T* scratch) = 0;
 
   const Call call_;
 
  private:
-  // Runs the parts that no other thread has begun.
-  template <typename Run>
-  void share(int64_t start, int64_t count, Run run) {
-    for (int64_t i = 0; i < count; ++i) {
-      Progress& part = progress_[start + i];
-      if (!part.begin(0)) continue;
-      run(i);
-      part.end(0);
-      wake();
+  AttentionJob(const Call& call, int threads, int64_t parts, size_t scratch, size_t bytes, bool many)
+      : TaskJob(packs(call) * (many ? 1 : 1 + parts), threads, (many ? bytes : 0) + scratch,
+                many ? 0 : packs(call) * bytes),
+        call_(call),
+        parts_(parts),
+        bytes_(bytes),
+        many_(many) {}
+
+  static int64_t packs(const Call& call) { return call.batch * call.kv_heads; }
+
+  void run_task(int64_t task, void* scratch) final {
+    if (many_) {
+      const Keys<Call> keys(call_, scratch);
+      pack(task, keys);
+      for (int64_t part = 0; part < parts_; ++part) {
+        run(task, part, keys, static_cast<char*>(scratch) + bytes_);
+      }
+    } else if (task < packs(call_)) {
+      pack(task, keys_of(task));
+    } else {
+      const int64_t part = task - packs(call_);
+      wait_for(part / parts_);
+      run(part / parts_, part % parts_, keys_of(part / parts_), scratch);
     }
   }
 
-  Keys<T> keys_at(int64_t place) const {
-    const int64_t of_k = padded<T>(call_.features) * steps_, of_v = padded<T>(call_.values) * steps_;
-    return {rows_k_ + place * of_k, rows_v_ + place * of_v, columns_k_ + place * of_k,
-            columns_v_ + place * of_v};
+  Keys<Call> keys_of(int64_t index) const { return {call_, shared() + index * bytes_}; }
+
+  void run(int64_t index, int64_t part, const Keys<Call>& keys, void* scratch) {
+    const int64_t group = call_.heads / call_.kv_heads;
+    const int64_t h = index % call_.kv_heads * group + part % group;
+    run_part(index / call_.kv_heads, h, part / group, keys, static_cast<T*>(scratch));
   }
 
-  void prepare(int64_t pack, int64_t place) {
-    const int64_t b = pack / call_.kv_heads, h = pack % call_.kv_heads, time = call_.time;
+  void pack(int64_t index, const Keys<Call>& keys) {
+    const int64_t b = index / call_.kv_heads, h = index % call_.kv_heads, time = call_.time;
     const int64_t of_k = call_.kv_heads * call_.features, of_v = call_.kv_heads * call_.values;
     const T* k = call_.k + b * time * of_k + h * call_.features;
     const T* v = call_.v + b * time * of_v + h * call_.values;
-    bool* finite = finite_ + place * time;
+    bool* const finite = keys.finite;
     for (int64_t t = 0; t < time; ++t) {
       prefetch(k + t * of_k, of_k, call_.features);
       prefetch(v + t * of_v, of_v, call_.values);
       finite[t] = is_finite(k + t * of_k, call_.features) && is_finite(v + t * of_v, call_.values);
     }
-    const Keys<T> keys = keys_at(place);
     const T faulty = Call::kForward ? std::numeric_limits<T>::quiet_NaN() : T(0);
     pack_columns(k, of_k, time, call_.features, finite, faulty, keys.k_by_feature);
     if (Call::kForward) {
@@ -170,27 +174,8 @@ class AttentionJob : public Job {
     }
   }
 
-  size_t lay_out(Arena arena, int threads, int64_t scratch) {
-    const int64_t of_k = stored_ * padded<T>(call_.features) * steps_;
-    const int64_t of_v = stored_ * padded<T>(call_.values) * steps_;
-    finite_ = arena.take<bool>(stored_ * call_.time);
-    columns_k_ = arena.take<T>(of_k);
-    rows_v_ = arena.take<T>(Call::kForward ? of_v : 0);
-    rows_k_ = arena.take<T>(Call::kForward ? 0 : of_k);
-    columns_v_ = arena.take<T>(Call::kForward ? 0 : of_v);
-    scratch_.clear();
-    for (int thread = 0; thread < threads; ++thread) scratch_.push_back(arena.take<T>(scratch));
-    return arena.bytes();
-  }
-
-  // The numbers of packs, of the tasks of each, and of the packs that exist at a time.
-  const int64_t packs_, tasks_, stored_;
-  const int64_t steps_;  // of a pack, a multiple of the width of its panels
-  bool* finite_;  // (pack, T)
-  T *rows_k_, *rows_v_, *columns_k_, *columns_v_;
-  std::vector<T*> scratch_;
-  const Memory memory_;
-  std::vector<Progress> progress_;
+  const int64_t parts_, bytes_;  // of a pack
+  const bool many_;              // whether there are many packs
 };
 
 // Which keys the queries of a tile see.
@@ -229,19 +214,20 @@ inline void mask(T* scores, int64_t vectors, int64_t start, int64_t first, int64
 template <typename T>
 class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
  public:
-  using Base = AttentionJob<AttentionForward<T>>;
+  using Call = AttentionForward<T>;
+  using Base = AttentionJob<Call>;
   using Base::call_;
 
-  AttentionForwardJob(const AttentionForward<T>& call, int threads)
+  AttentionForwardJob(const Call& call, int threads)
       : Base(call, threads, ceil_div(call.time, kQueries),
              kQueries * (padded<T>(call.features) + padded<T>(call.values)) +
                  kMostRows * kKeys<T>) {}
 
  private:
-  // A task is one tile of queries. The last tiles see the most keys, and come first.
-  void run_task(int64_t b, int64_t h, int64_t task, const Keys<T>& keys, T* scratch) override {
+  // A part is one tile of queries. The last tiles see the most keys, and come first.
+  void run_part(int64_t b, int64_t h, int64_t part, const Keys<Call>& keys, T* scratch) override {
     const int64_t features = call_.features, values = call_.values, time = call_.time;
-    const int64_t t = (ceil_div(time, kQueries) - 1 - task) * kQueries;
+    const int64_t t = (ceil_div(time, kQueries) - 1 - part) * kQueries;
     const int32_t* const first = call_.first + b * time;
     const Seen seen = Seen::of(first, t, time);
     const int64_t of_k = padded<T>(features), of_v = padded<T>(values);
@@ -317,17 +303,18 @@ class AttentionForwardJob : public AttentionJob<AttentionForward<T>> {
 template <typename T>
 class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
  public:
-  using Base = AttentionJob<AttentionBackward<T>>;
+  using Call = AttentionBackward<T>;
+  using Base = AttentionJob<Call>;
   using Base::call_;
 
-  AttentionBackwardJob(const AttentionBackward<T>& call, int threads)
+  AttentionBackwardJob(const Call& call, int threads)
       : Base(call, threads, 1,
              call.time * (2 * padded<T>(call.features) + padded<T>(call.values) + 2) + 64 +
                  kKeys<T> * (2 * kQueries + padded<T>(call.features) + padded<T>(call.values))) {}
 
  private:
-  // A task is all of a head.
-  void run_task(int64_t b, int64_t h, int64_t, const Keys<T>& keys, T* scratch) override {
+  // A part is all of a head.
+  void run_part(int64_t b, int64_t h, int64_t, const Keys<Call>& keys, T* scratch) override {
     const int64_t features = call_.features, values = call_.values, time = call_.time;
     const int32_t* const first = call_.first + b * time;
     const int64_t of_k = padded<T>(features), of_v = padded<T>(values);
@@ -421,15 +408,5 @@ class AttentionBackwardJob : public AttentionJob<AttentionBackward<T>> {
     }
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_attention(const Call& call) {
-  // Each thread is worth its waking from about a million multiplications on.
-  const double products = double(call.batch) * double(call.heads) * double(call.time) *
-                          double(call.time) * double(call.features + call.values) / 2;
-  const int useful = 1 + int(products < 1e9 ? products / 1e6 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

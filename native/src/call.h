@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <tuple>
 
 namespace twinscan {
 
@@ -119,6 +120,7 @@ template <typename T>
 struct LinearAttention {
   using Real = T;
   int64_t batch = 0, time = 0, heads = 0, key_heads = 0, features = 0, values = 0;
+  int64_t parts = 1;  // into which the heads of values that share a key head are divided
 
   const T* q = nullptr;          // (B, T, K, D)
   const T* k = nullptr;          // (B, T, K, D)
@@ -128,7 +130,6 @@ struct LinearAttention {
 
 template <typename T>
 struct LinearAttentionForward : LinearAttention<T> {
-  static constexpr bool kForward = true;
   const T* state = nullptr;  // (B, H, E, D)
 
   T* y = nullptr;       // (B, T, H, E)
@@ -138,7 +139,6 @@ struct LinearAttentionForward : LinearAttention<T> {
 
 template <typename T>
 struct LinearAttentionBackward : LinearAttention<T> {
-  static constexpr bool kForward = false;
   const T* before = nullptr;  // (B, C, H, D, E)
   const T* dy = nullptr;      // (B, T, H, E)
   const T* dlast = nullptr;   // (B, H, E, D)
@@ -158,6 +158,7 @@ template <typename T>
 struct SelectiveScan {
   using Real = T;
   int64_t batch = 0, time = 0, features = 0, states = 0;
+  int64_t parts = 1;  // into which the features are divided
 
   const T* u = nullptr;         // (B, T, F)
   const T* dt = nullptr;        // (B, T, F)
@@ -169,7 +170,6 @@ struct SelectiveScan {
 
 template <typename T>
 struct SelectiveScanForward : SelectiveScan<T> {
-  static constexpr bool kForward = true;
   const T* state = nullptr;  // (B, N, F)
 
   T* y = nullptr;       // (B, T, F)
@@ -179,7 +179,6 @@ struct SelectiveScanForward : SelectiveScan<T> {
 
 template <typename T>
 struct SelectiveScanBackward : SelectiveScan<T> {
-  static constexpr bool kForward = false;
   const T* before = nullptr;  // (B, C, N, F)
   const T* dy = nullptr;      // (B, T, F)
   const T* dlast = nullptr;   // (B, N, F)
@@ -192,20 +191,19 @@ struct SelectiveScanBackward : SelectiveScan<T> {
   T* dstate = nullptr;  // (B, N, F)
 };
 
+template <typename Call>
+using Kernel = void (*)(const Call&);
+
 // The kernels that were compiled for one instruction set.
 template <typename T>
 struct Kernels {
   const char* isa;
   void (*forward)(Cell, const Forward<T>&);
   void (*backward)(Cell, const Backward<T>&);
-  void (*attention_forward)(const AttentionForward<T>&);
-  void (*attention_backward)(const AttentionBackward<T>&);
-  // The heads of values that share a key head are divided into this many parts.
-  void (*linear_attention_forward)(const LinearAttentionForward<T>&, int64_t parts);
-  void (*linear_attention_backward)(const LinearAttentionBackward<T>&, int64_t parts);
-  // The features are divided into this many parts.
-  void (*selective_scan_forward)(const SelectiveScanForward<T>&, int64_t parts);
-  void (*selective_scan_backward)(const SelectiveScanBackward<T>&, int64_t parts);
+  std::tuple<Kernel<AttentionForward<T>>, Kernel<AttentionBackward<T>>,
+             Kernel<LinearAttentionForward<T>>, Kernel<LinearAttentionBackward<T>>,
+             Kernel<SelectiveScanForward<T>>, Kernel<SelectiveScanBackward<T>>>
+      operators;
 };
 
 // Returns the kernels for the best instruction set that this processor has.

@@ -1,7 +1,9 @@
 // The entry points that `jax.ffi` registers: check the buffers, and pass them to the kernels.
 #include <algorithm>
+#include <array>
 #include <new>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -26,23 +28,20 @@ ffi::Error with_type_of(const ffi::AnyBuffer& array, Run run) {
   return ffi::Error::InvalidArgument("expected float32 or float64 arrays");
 }
 
-// The sizes of an array, with all axes before the last `axes` merged into one, that of the rows.
-std::vector<int64_t> sizes_of(const ffi::AnyBuffer& array, size_t axes) {
-  const auto got = array.dimensions();
-  std::vector<int64_t> merged(got.begin(), got.end());
-  while (merged.size() > axes + 1) {
-    merged[1] *= merged[0];
-    merged.erase(merged.begin());
-  }
-  return merged;
-}
-
 // Takes the buffers of a call one after the other. Remembers the first error.
 template <typename T>
 class Buffers {
  public:
   Buffers(ffi::RemainingArgs arguments, ffi::RemainingRets results)
       : arguments_(arguments), results_(results) {}
+
+  // Returns the sizes of an argument as an array with this many dimensions.
+  std::vector<int64_t> sizes(size_t index, size_t dimensions) {
+    const auto buffer = arguments_.get<ffi::AnyBuffer>(index);
+    if (buffer && buffer->dimensions().size() >= dimensions) return merged(*buffer, dimensions);
+    check(false, "expected more dimensions of the arguments");
+    return std::vector<int64_t>(dimensions);
+  }
 
   const T* argument(const char* name, Shape shape) { return argument<T>(name, shape); }
 
@@ -81,11 +80,14 @@ class Buffers {
     }
   }
 
+  void check(bool holds, const char* expected) {
+    if (!holds) fail<T>(ffi::Error::InvalidArgument(expected));
+  }
+
   // Returns the first error, also if the call has further arguments or results.
   ffi::Error error() {
-    if (argument_ < arguments_.size() || result_ < results_.size()) {
-      fail<T>(ffi::Error::InvalidArgument("expected fewer arguments or results"));
-    }
+    check(argument_ >= arguments_.size() && result_ >= results_.size(),
+          "expected fewer arguments or results");
     return error_;
   }
 
@@ -96,8 +98,7 @@ class Buffers {
                           : std::is_same_v<U, double>  ? ffi::F64
                           : std::is_same_v<U, int32_t> ? ffi::S32
                                                        : ffi::PRED;
-    // `vmap` adds axes before the first one, which are rows, too.
-    const auto sizes = sizes_of(buffer, shape.size() - 1);
+    const auto sizes = merged(buffer, shape.size());
     if (!std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end())) {
       return fail<U>(ffi::Error::InvalidArgument(std::string(name) + ": expected shape " + text(shape) +
                                                  ", got " + text(buffer.dimensions())));
@@ -107,6 +108,17 @@ class Buffers {
           std::string(name) + ": expected the type of the other arrays, int32 lengths and bool reset"));
     }
     return static_cast<U*>(buffer.untyped_data());
+  }
+
+  // The sizes of an array. `vmap` adds axes before the first one, which are rows, too.
+  static std::vector<int64_t> merged(const ffi::AnyBuffer& array, size_t dimensions) {
+    const auto got = array.dimensions();
+    std::vector<int64_t> sizes(got.begin(), got.end());
+    while (sizes.size() > dimensions) {
+      sizes[1] *= sizes[0];
+      sizes.erase(sizes.begin());
+    }
+    return sizes;
   }
 
   template <typename U>
@@ -207,197 +219,186 @@ ffi::Error run(Cell cell, bool relu, bool keep, int64_t reverse, ffi::RemainingA
 }
 
 template <Cell cell>
-ffi::Error run_forward(int64_t reverse, bool keep, ffi::RemainingArgs arguments,
-                       ffi::RemainingRets results) {
+ffi::Error run_forward(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t reverse,
+                       bool keep) {
   return run<Forward>(cell, false, keep, reverse, arguments, results);
 }
 
 template <Cell cell>
-ffi::Error run_backward(int64_t reverse, ffi::RemainingArgs arguments,
-                        ffi::RemainingRets results) {
+ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                        int64_t reverse) {
   return run<Backward>(cell, false, false, reverse, arguments, results);
 }
 
 // An RNN has no residuals beyond its output, so `keep` changes nothing.
-ffi::Error run_rnn_forward(int64_t reverse, bool relu, bool keep, ffi::RemainingArgs arguments,
-                           ffi::RemainingRets results) {
+ffi::Error run_rnn_forward(ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                           int64_t reverse, bool relu, bool keep) {
   return run<Forward>(Cell::kRnn, relu, keep, reverse, arguments, results);
 }
 
-ffi::Error run_rnn_backward(int64_t reverse, bool relu, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results) {
+ffi::Error run_rnn_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                            int64_t reverse, bool relu) {
   return run<Backward>(Cell::kRnn, relu, false, reverse, arguments, results);
 }
 
-// Reads the sizes from q and v, whose axes before the last three are rows of the batch.
-template <template <typename> class Call>
-ffi::Error run_attention(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
-  const auto q = arguments.get<ffi::AnyBuffer>(0), v = arguments.get<ffi::AnyBuffer>(2);
-  if (!q || !v || q->dimensions().size() < 4 || v->dimensions().size() != q->dimensions().size()) {
-    return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
-  }
-  return with_type_of<Call>(*q, [&](auto call) {
-    using T = typename decltype(call)::Real;
-    const auto of_q = sizes_of(*q, 3), of_v = sizes_of(*v, 3);
-    const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
-    const int64_t h = call.heads = of_q[2], d = call.features = of_q[3];
-    const int64_t n = call.kv_heads = of_v[2], e = call.values = of_v[3];
-    Buffers<T> buffers(arguments, results);
-    call.q = buffers.argument("q", {b, t, h, d});
-    call.k = buffers.argument("k", {b, t, n, d});
-    call.v = buffers.argument("v", {b, t, n, e});
-    call.first = buffers.template argument<int32_t>("first", {b, t});
-    if constexpr (decltype(call)::kForward) {
-      call.y = buffers.result("y", {b, t, h, e});
-      call.log_sum = buffers.result("log_sum", {b, h, t});
-    } else {
-      call.dy = buffers.argument("dy", {b, t, h, e});
-      call.y = buffers.argument("y", {b, t, h, e});
-      call.log_sum = buffers.argument("log_sum", {b, h, t});
-      call.dq = buffers.result("dq", {b, t, h, d});
-      call.dk = buffers.result("dk", {b, t, h, d});
-      call.dv = buffers.result("dv", {b, t, h, e});
-    }
-    ffi::Error error = buffers.error();
-    if constexpr (decltype(call)::kForward) {
-      if (error.success()) kernels<T>().attention_forward(call);
-    } else {
-      if (error.success()) kernels<T>().attention_backward(call);
-    }
-    return error;
-  });
+// Each `take` takes the buffers of a call of one operator. Those that both passes share come first, and
+// give the sizes.
+template <typename T>
+auto take_shared(Attention<T>& call, Buffers<T>& buffers) {
+  const auto of_q = buffers.sizes(0, 4), of_v = buffers.sizes(2, 4);
+  const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
+  const int64_t h = call.heads = of_q[2], d = call.features = of_q[3];
+  const int64_t n = call.kv_heads = of_v[2], e = call.values = of_v[3];
+  call.q = buffers.argument("q", {b, t, h, d});
+  call.k = buffers.argument("k", {b, t, n, d});
+  call.v = buffers.argument("v", {b, t, n, e});
+  call.first = buffers.template argument<int32_t>("first", {b, t});
+  return std::array{b, t, h, d, e};
 }
 
-// Reads the sizes from q and v, whose axes before the last three are rows of the batch. Without
-// `keep`, the forward kernel does not return the states before the chunks.
-template <template <typename> class Call>
-ffi::Error run_linear_attention(int64_t parts, bool keep, ffi::RemainingArgs arguments,
-                                ffi::RemainingRets results) {
-  const auto q = arguments.get<ffi::AnyBuffer>(0), v = arguments.get<ffi::AnyBuffer>(2);
-  if (!q || !v || q->dimensions().size() < 4 || v->dimensions().size() != q->dimensions().size()) {
-    return ffi::Error::InvalidArgument("expected q, k and v with as many dimensions");
-  }
-  return with_type_of<Call>(*q, [&](auto call) {
-    using T = typename decltype(call)::Real;
-    const auto of_q = sizes_of(*q, 3), of_v = sizes_of(*v, 3);
-    const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
-    const int64_t n = call.key_heads = of_q[2], d = call.features = of_q[3];
-    const int64_t h = call.heads = of_v[2], e = call.values = of_v[3];
-    const int64_t chunks = (t + kLinearAttentionChunk - 1) / kLinearAttentionChunk;
-    if (n < 1 || h % n || parts < 1 || parts > h / n) {
-      return ffi::Error::InvalidArgument("expected heads that can be divided among key heads and parts");
-    }
-    Buffers<T> buffers(arguments, results);
-    call.q = buffers.argument("q", {b, t, n, d});
-    call.k = buffers.argument("k", {b, t, n, d});
-    call.v = buffers.argument("v", {b, t, h, e});
-    call.log_decay = buffers.argument("log_decay", {b, t, h});
-    if constexpr (decltype(call)::kForward) {
-      call.state = buffers.argument("state", {b, h, e, d});
-      call.y = buffers.result("y", {b, t, h, e});
-      call.last = buffers.result("last", {b, h, e, d});
-      if (keep) call.before = buffers.result("before", {b, chunks, h, d, e});
-    } else {
-      call.before = buffers.argument("before", {b, chunks, h, d, e});
-      call.dy = buffers.argument("dy", {b, t, h, e});
-      call.dlast = buffers.argument("dlast", {b, h, e, d});
-      call.dq = buffers.result("dq", {b, parts, t, n, d});
-      call.dk = buffers.result("dk", {b, parts, t, n, d});
-      call.dv = buffers.result("dv", {b, t, h, e});
-      call.dlog_decay = buffers.result("dlog_decay", {b, t, h});
-      call.dstate = buffers.result("dstate", {b, h, e, d});
-    }
-    ffi::Error error = buffers.error();
-    if constexpr (decltype(call)::kForward) {
-      if (error.success()) kernels<T>().linear_attention_forward(call, parts);
-    } else {
-      if (error.success()) kernels<T>().linear_attention_backward(call, parts);
-    }
-    return error;
-  });
+template <typename T>
+void take(AttentionForward<T>& call, Buffers<T>& buffers) {
+  const auto [b, t, h, d, e] = take_shared(call, buffers);
+  call.y = buffers.result("y", {b, t, h, e});
+  call.log_sum = buffers.result("log_sum", {b, h, t});
 }
 
-// Reads the sizes from u and B, whose axes before the last two are rows of the batch. Without `keep`,
-// the forward kernel does not return the states before the chunks.
-template <template <typename> class Call>
-ffi::Error run_selective_scan(int64_t parts, bool keep, ffi::RemainingArgs arguments,
-                              ffi::RemainingRets results) {
-  const auto u = arguments.get<ffi::AnyBuffer>(0), B = arguments.get<ffi::AnyBuffer>(3);
-  if (!u || !B || u->dimensions().size() < 3 || B->dimensions().size() != u->dimensions().size()) {
-    return ffi::Error::InvalidArgument("expected u and B with as many dimensions");
-  }
-  return with_type_of<Call>(*u, [&](auto call) {
-    using T = typename decltype(call)::Real;
-    const auto of_u = sizes_of(*u, 2), of_B = sizes_of(*B, 2);
-    const int64_t b = call.batch = of_u[0], t = call.time = of_u[1];
-    const int64_t f = call.features = of_u[2], n = call.states = of_B[2];
-    const int64_t chunks = (t + kSelectiveScanChunk - 1) / kSelectiveScanChunk;
-    if (parts < 1) return ffi::Error::InvalidArgument("expected at least one part");
-    Buffers<T> buffers(arguments, results);
-    call.u = buffers.argument("u", {b, t, f});
-    call.dt = buffers.argument("dt", {b, t, f});
-    call.A = buffers.argument("A", {b, n, f});
-    call.B = buffers.argument("B", {b, t, n});
-    call.C = buffers.argument("C", {b, t, n});
-    call.reset = buffers.template argument<bool>("reset", {b, t});
-    if constexpr (decltype(call)::kForward) {
-      call.state = buffers.argument("state", {b, n, f});
-      call.y = buffers.result("y", {b, t, f});
-      call.last = buffers.result("last", {b, n, f});
-      if (keep) call.before = buffers.result("before", {b, chunks, n, f});
-    } else {
-      call.before = buffers.argument("before", {b, chunks, n, f});
-      call.dy = buffers.argument("dy", {b, t, f});
-      call.dlast = buffers.argument("dlast", {b, n, f});
-      call.du = buffers.result("du", {b, t, f});
-      call.ddt = buffers.result("ddt", {b, t, f});
-      call.dA = buffers.result("dA", {b, n, f});
-      call.dB = buffers.result("dB", {b, parts, t, n});
-      call.dC = buffers.result("dC", {b, parts, t, n});
-      call.dstate = buffers.result("dstate", {b, n, f});
-    }
-    ffi::Error error = buffers.error();
-    if constexpr (decltype(call)::kForward) {
-      if (error.success()) kernels<T>().selective_scan_forward(call, parts);
-    } else {
-      if (error.success()) kernels<T>().selective_scan_backward(call, parts);
-    }
-    return error;
-  });
+template <typename T>
+void take(AttentionBackward<T>& call, Buffers<T>& buffers) {
+  const auto [b, t, h, d, e] = take_shared(call, buffers);
+  call.dy = buffers.argument("dy", {b, t, h, e});
+  call.y = buffers.argument("y", {b, t, h, e});
+  call.log_sum = buffers.argument("log_sum", {b, h, t});
+  call.dq = buffers.result("dq", {b, t, h, d});
+  call.dk = buffers.result("dk", {b, t, h, d});
+  call.dv = buffers.result("dv", {b, t, h, e});
 }
 
-auto with_reverse() { return ffi::Ffi::Bind().Attr<int64_t>("reverse"); }
+template <typename T>
+auto take_shared(LinearAttention<T>& call, Buffers<T>& buffers, int64_t parts) {
+  const auto of_q = buffers.sizes(0, 4), of_v = buffers.sizes(2, 4);
+  const int64_t b = call.batch = of_q[0], t = call.time = of_q[1];
+  const int64_t n = call.key_heads = of_q[2], d = call.features = of_q[3];
+  const int64_t h = call.heads = of_v[2], e = call.values = of_v[3];
+  const int64_t chunks = (t + kLinearAttentionChunk - 1) / kLinearAttentionChunk;
+  buffers.check(n > 0 && h % n == 0 && parts > 0 && parts <= h / n,
+                "expected heads that can be divided among key heads and parts");
+  call.parts = parts;
+  call.q = buffers.argument("q", {b, t, n, d});
+  call.k = buffers.argument("k", {b, t, n, d});
+  call.v = buffers.argument("v", {b, t, h, e});
+  call.log_decay = buffers.argument("log_decay", {b, t, h});
+  return std::array{b, t, n, d, h, e, chunks};
+}
+
+// Without `keep`, the forward kernels do not return the states before the chunks.
+template <typename T>
+void take(LinearAttentionForward<T>& call, Buffers<T>& buffers, int64_t parts, bool keep) {
+  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers, parts);
+  call.state = buffers.argument("state", {b, h, e, d});
+  call.y = buffers.result("y", {b, t, h, e});
+  call.last = buffers.result("last", {b, h, e, d});
+  if (keep) call.before = buffers.result("before", {b, chunks, h, d, e});
+}
+
+template <typename T>
+void take(LinearAttentionBackward<T>& call, Buffers<T>& buffers, int64_t parts) {
+  const auto [b, t, n, d, h, e, chunks] = take_shared(call, buffers, parts);
+  call.before = buffers.argument("before", {b, chunks, h, d, e});
+  call.dy = buffers.argument("dy", {b, t, h, e});
+  call.dlast = buffers.argument("dlast", {b, h, e, d});
+  call.dq = buffers.result("dq", {b, parts, t, n, d});
+  call.dk = buffers.result("dk", {b, parts, t, n, d});
+  call.dv = buffers.result("dv", {b, t, h, e});
+  call.dlog_decay = buffers.result("dlog_decay", {b, t, h});
+  call.dstate = buffers.result("dstate", {b, h, e, d});
+}
+
+template <typename T>
+auto take_shared(SelectiveScan<T>& call, Buffers<T>& buffers, int64_t parts) {
+  const auto of_u = buffers.sizes(0, 3), of_B = buffers.sizes(3, 3);
+  const int64_t b = call.batch = of_u[0], t = call.time = of_u[1];
+  const int64_t f = call.features = of_u[2], n = call.states = of_B[2];
+  const int64_t chunks = (t + kSelectiveScanChunk - 1) / kSelectiveScanChunk;
+  buffers.check(parts > 0, "expected at least one part");
+  call.parts = parts;
+  call.u = buffers.argument("u", {b, t, f});
+  call.dt = buffers.argument("dt", {b, t, f});
+  call.A = buffers.argument("A", {b, n, f});
+  call.B = buffers.argument("B", {b, t, n});
+  call.C = buffers.argument("C", {b, t, n});
+  call.reset = buffers.template argument<bool>("reset", {b, t});
+  return std::array{b, t, f, n, chunks};
+}
+
+template <typename T>
+void take(SelectiveScanForward<T>& call, Buffers<T>& buffers, int64_t parts, bool keep) {
+  const auto [b, t, f, n, chunks] = take_shared(call, buffers, parts);
+  call.state = buffers.argument("state", {b, n, f});
+  call.y = buffers.result("y", {b, t, f});
+  call.last = buffers.result("last", {b, n, f});
+  if (keep) call.before = buffers.result("before", {b, chunks, n, f});
+}
+
+template <typename T>
+void take(SelectiveScanBackward<T>& call, Buffers<T>& buffers, int64_t parts) {
+  const auto [b, t, f, n, chunks] = take_shared(call, buffers, parts);
+  call.before = buffers.argument("before", {b, chunks, n, f});
+  call.dy = buffers.argument("dy", {b, t, f});
+  call.dlast = buffers.argument("dlast", {b, n, f});
+  call.du = buffers.result("du", {b, t, f});
+  call.ddt = buffers.result("ddt", {b, t, f});
+  call.dA = buffers.result("dA", {b, n, f});
+  call.dB = buffers.result("dB", {b, parts, t, n});
+  call.dC = buffers.result("dC", {b, parts, t, n});
+  call.dstate = buffers.result("dstate", {b, n, f});
+}
+
+// Runs an operator. Its first argument has the type of the others.
+template <template <typename> class CallOf>
+constexpr auto run_operator = [](ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                                 auto... attributes) {
+  const auto first = arguments.get<ffi::AnyBuffer>(0);
+  if (!first) return first.error();
+  return with_type_of<CallOf>(*first, [&](auto call) {
+    using Call = decltype(call);
+    using T = typename Call::Real;
+    Buffers<T> buffers(arguments, results);
+    take(call, buffers, attributes...);
+    ffi::Error error = buffers.error();
+    if (error.success()) std::get<Kernel<Call>>(kernels<T>().operators)(call);
+    return error;
+  });
+};
 
 }  // namespace
 }  // namespace twinscan
 
-#define TWINSCAN_EXPORT(symbol, function, binding)                                               \
+#define TWINSCAN_EXPORT(symbol, function, attributes)                                            \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*);   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, twinscan::function,                                      \
-                                (binding).RemainingArgs().RemainingRets())
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                 \
+      symbol, twinscan::function,                                                                \
+      twinscan::ffi::Ffi::Bind().RemainingArgs().RemainingRets() attributes)
 
 TWINSCAN_EXPORT(twinscan_lstm_forward, run_forward<twinscan::Cell::kLstm>,
-                twinscan::with_reverse().Attr<bool>("keep"));
+                .Attr<int64_t>("reverse").Attr<bool>("keep"));
 TWINSCAN_EXPORT(twinscan_gru_forward, run_forward<twinscan::Cell::kGru>,
-                twinscan::with_reverse().Attr<bool>("keep"));
+                .Attr<int64_t>("reverse").Attr<bool>("keep"));
 TWINSCAN_EXPORT(twinscan_rnn_forward, run_rnn_forward,
-                twinscan::with_reverse().Attr<bool>("relu").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_lstm_backward, run_backward<twinscan::Cell::kLstm>, twinscan::with_reverse());
-TWINSCAN_EXPORT(twinscan_gru_backward, run_backward<twinscan::Cell::kGru>, twinscan::with_reverse());
+                .Attr<int64_t>("reverse").Attr<bool>("relu").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_lstm_backward, run_backward<twinscan::Cell::kLstm>,
+                .Attr<int64_t>("reverse"));
+TWINSCAN_EXPORT(twinscan_gru_backward, run_backward<twinscan::Cell::kGru>,
+                .Attr<int64_t>("reverse"));
 TWINSCAN_EXPORT(twinscan_rnn_backward, run_rnn_backward,
-                twinscan::with_reverse().Attr<bool>("relu"));
-TWINSCAN_EXPORT(twinscan_attention_forward, run_attention<twinscan::AttentionForward>,
-                twinscan::ffi::Ffi::Bind());
-TWINSCAN_EXPORT(twinscan_attention_backward, run_attention<twinscan::AttentionBackward>,
-                twinscan::ffi::Ffi::Bind());
-TWINSCAN_EXPORT(twinscan_linear_attention_forward,
-                run_linear_attention<twinscan::LinearAttentionForward>,
-                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_linear_attention_backward,
-                run_linear_attention<twinscan::LinearAttentionBackward>,
-                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_selective_scan<twinscan::SelectiveScanForward>,
-                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
-TWINSCAN_EXPORT(twinscan_selective_scan_backward,
-                run_selective_scan<twinscan::SelectiveScanBackward>,
-                twinscan::ffi::Ffi::Bind().Attr<int64_t>("parts").Attr<bool>("keep"));
+                .Attr<int64_t>("reverse").Attr<bool>("relu"));
+TWINSCAN_EXPORT(twinscan_attention_forward, run_operator<twinscan::AttentionForward>, );
+TWINSCAN_EXPORT(twinscan_attention_backward, run_operator<twinscan::AttentionBackward>, );
+TWINSCAN_EXPORT(twinscan_linear_attention_forward, run_operator<twinscan::LinearAttentionForward>,
+                .Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_linear_attention_backward, run_operator<twinscan::LinearAttentionBackward>,
+                .Attr<int64_t>("parts"));
+TWINSCAN_EXPORT(twinscan_selective_scan_forward, run_operator<twinscan::SelectiveScanForward>,
+                .Attr<int64_t>("parts").Attr<bool>("keep"));
+TWINSCAN_EXPORT(twinscan_selective_scan_backward, run_operator<twinscan::SelectiveScanBackward>,
+                .Attr<int64_t>("parts"));

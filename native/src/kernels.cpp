@@ -1,4 +1,7 @@
 // The kernels for one instruction set. CMakeLists.txt compiles this file once for each.
+#include <algorithm>
+#include <memory>
+
 #include "attention.h"
 #include "gru.h"
 #include "linear_attention.h"
@@ -32,6 +35,13 @@ void backward(Cell cell, const Backward<T>& call) {
   }
 }
 
+template <template <typename> class JobOf, typename Call>
+void run_job(const Call& call) {
+  using Job = JobOf<typename Call::Real>;
+  const int threads = int(std::min(double(twinscan::threads()), 1 + Job::useful_threads(call)));
+  run(std::make_shared<Job>(call, threads), threads);
+}
+
 extern const Kernels<float> kernels_float32;
 extern const Kernels<double> kernels_float64;
 #define TWINSCAN_TEXT(name) #name
@@ -39,12 +49,12 @@ extern const Kernels<double> kernels_float64;
 template <typename T>
 constexpr Kernels<T> kernels_of_type{
     TWINSCAN_NAME(TWINSCAN_ISA), forward<T>, backward<T>,
-    run_attention<AttentionForwardJob, AttentionForward<T>>,
-    run_attention<AttentionBackwardJob, AttentionBackward<T>>,
-    run_linear_attention<LinearAttentionForwardJob, LinearAttentionForward<T>>,
-    run_linear_attention<LinearAttentionBackwardJob, LinearAttentionBackward<T>>,
-    run_selective_scan<SelectiveScanForwardJob, SelectiveScanForward<T>>,
-    run_selective_scan<SelectiveScanBackwardJob, SelectiveScanBackward<T>>};
+    {run_job<AttentionForwardJob, AttentionForward<T>>,
+     run_job<AttentionBackwardJob, AttentionBackward<T>>,
+     run_job<LinearAttentionForwardJob, LinearAttentionForward<T>>,
+     run_job<LinearAttentionBackwardJob, LinearAttentionBackward<T>>,
+     run_job<SelectiveScanForwardJob, SelectiveScanForward<T>>,
+     run_job<SelectiveScanBackwardJob, SelectiveScanBackward<T>>}};
 const Kernels<float> kernels_float32 = kernels_of_type<float>;
 const Kernels<double> kernels_float64 = kernels_of_type<double>;
 

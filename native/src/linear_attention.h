@@ -13,8 +13,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
-#include <utility>
 
 #include "call.h"
 #include "rows.h"
@@ -55,6 +53,25 @@ struct Decays {
   }
 };
 
+// The arrays of a task, which both passes need. Each pass adds its own.
+template <typename T>
+struct LinearAttentionScratch : Arena {
+  LinearAttentionScratch(const LinearAttention<T>& call, void* memory)
+      : Arena(memory), call(call) {}
+
+  T* take(int64_t count) { return Arena::take<T>(count); }
+
+  const LinearAttention<T>& call;
+  const int64_t of_k = padded<T>(call.features), of_v = padded<T>(call.values);
+  const int64_t of_state = call.features * of_v;
+  const int64_t heads = ceil_div(call.heads / call.key_heads, call.parts);  // the most of a task
+  T* const q = take(kChunk * of_k);  // (step, feature)
+  T* const k = take(kChunk * of_k);
+  T* const k_by_feature = take(call.features * kChunk);  // (feature, step)
+  T* const scores = take(kChunk * kChunk);               // q_t·k_i
+  Decays<T>& decays = *Arena::take<Decays<T>>(1);        // of one head
+};
+
 // What the forward and the backward pass share: the division over threads, and the products q_t·k_i
 // of a chunk. A task has some of the heads that share a head of q and k, in one row of the batch.
 template <typename Call>
@@ -62,42 +79,29 @@ class LinearAttentionJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  LinearAttentionJob(const Call& call, int threads, int64_t parts, int64_t scratch)
-      : TaskJob(call.batch * call.key_heads * parts, threads, size_t(scratch) * sizeof(T)),
+  LinearAttentionJob(const Call& call, int threads, size_t scratch)
+      : TaskJob(call.batch * call.key_heads * call.parts, threads, scratch),
         call_(call),
-        parts_(parts),
+        parts_(call.parts),
         heads_per_key_(call.heads / call.key_heads),
-        chunks_(ceil_div(call.time, kChunk)),
-        of_k_(padded<T>(call.features)),
-        of_v_(padded<T>(call.values)) {}
+        chunks_(ceil_div(call.time, kChunk)) {}
 
- protected:
-  // The arrays of a task that hold the steps of a chunk for all its heads.
-  struct Shared {
-    T *q, *k;           // (step, feature)
-    T* k_by_feature;    // (feature, step)
-    T* scores;          // q_t·k_i
-    static int64_t size(int64_t of_k) { return 3 * kChunk * of_k + kChunk * kChunk; }
-  };
-
-  Shared shared_in(T*& scratch) const {
-    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
-    Shared shared;
-    shared.q = take(kChunk * of_k_);
-    shared.k = take(kChunk * of_k_);
-    shared.k_by_feature = take(kChunk * of_k_);
-    shared.scores = take(kChunk * kChunk);
-    return shared;
+  // Each thread is worth its waking from about a million multiplications on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.heads) * double(call.time) * double(call.features) *
+           double(call.values) / 1e6;
   }
 
-  void read_chunk(const Shared& shared, int64_t b, int64_t g, int64_t t, int64_t count) const {
+ protected:
+  void read_chunk(const LinearAttentionScratch<T>& s, int64_t b, int64_t g, int64_t t,
+                  int64_t count) const {
     const int64_t features = call_.features, distance = call_.key_heads * features;
     const int64_t start = ((b * call_.time + t) * call_.key_heads + g) * features;
-    copy_rows(call_.q + start, distance, count, features, shared.q);
-    copy_rows(call_.k + start, distance, count, features, shared.k);
-    transpose(call_.k + start, distance, count, features, shared.k_by_feature, kChunk);
-    set_product<T>(count, ceil_div(count, kLanes<T>), features, shared.q, of_k_, shared.k_by_feature, kChunk,
-                   shared.scores, kChunk);
+    copy_rows(call_.q + start, distance, count, features, s.q);
+    copy_rows(call_.k + start, distance, count, features, s.k);
+    transpose(call_.k + start, distance, count, features, s.k_by_feature, kChunk);
+    set_product<T>(count, ceil_div(count, kLanes<T>), features, s.q, s.of_k, s.k_by_feature,
+                   kChunk, s.scores, kChunk);
   }
 
   // The first head of a task, and how many it has.
@@ -111,7 +115,7 @@ class LinearAttentionJob : public TaskJob {
   }
 
   const Call call_;
-  const int64_t parts_, heads_per_key_, chunks_, of_k_, of_v_;
+  const int64_t parts_, heads_per_key_, chunks_;
 };
 
 template <typename T>
@@ -119,71 +123,70 @@ class LinearAttentionForwardJob : public LinearAttentionJob<LinearAttentionForwa
  public:
   using Call = LinearAttentionForward<T>;
   using Base = LinearAttentionJob<Call>;
-  using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
+  using Base::call_, Base::chunks_, Base::parts_;
 
-  LinearAttentionForwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts,
-             Base::Shared::size(padded<T>(call.features)) + kChunk * kChunk +
-                 2 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
-                 ceil_div(call.heads / call.key_heads, parts) * call.features *
-                     padded<T>(call.values)) {}
+  LinearAttentionForwardJob(const Call& call, int threads)
+      : Base(call, threads, Scratch(call, nullptr).bytes()) {}
 
  private:
+  struct Scratch : LinearAttentionScratch<T> {
+    using Base = LinearAttentionScratch<T>;
+    using Base::Base, Base::take, Base::of_v, Base::of_state, Base::heads;
+
+    T* const weights = take(kChunk * kChunk);
+    T* const v = take(kChunk * of_v);
+    T* const y = take(kChunk * of_v);
+    T* const states = take(heads * of_state);  // (head, feature, value)
+  };
+
   void run_task(int64_t task, void* memory) override {
-    T* scratch = static_cast<T*>(memory);
+    const Scratch s(call_, memory);
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
     const int64_t features = call_.features, values = call_.values, time = call_.time;
-    const int64_t of_state = features * of_v_;
-    const auto shared = this->shared_in(scratch);
-    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
-    T* const weights = take(kChunk * kChunk);
-    T* const v = take(kChunk * of_v_);
-    T* const y = take(kChunk * of_v_);
-    auto& decays = *reinterpret_cast<Decays<T>*>(take(sizeof(Decays<T>) / sizeof(T)));
-    T* const states = take(heads * of_state);  // (head, feature, value)
+    const int64_t of_k = s.of_k, of_v = s.of_v, of_state = s.of_state;
 
     for (int64_t n = 0; n < heads; ++n) {
       const int64_t head = (b * call_.heads + first + n) * values * features;
-      transpose(call_.state + head, features, values, features, states + n * of_state, of_v_);
+      transpose(call_.state + head, features, values, features, s.states + n * of_state, of_v);
     }
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
       const int64_t t = chunk * kChunk, count = std::min(kChunk, time - t);
-      this->read_chunk(shared, b, g, t, count);
+      this->read_chunk(s, b, g, t, count);
       for (int64_t n = 0; n < heads; ++n) {
         const int64_t h = first + n, place = (b * time + t) * call_.heads + h;
-        T* const state = states + n * of_state;
+        T* const state = s.states + n * of_state;
         if (call_.before != nullptr) {
           T* const kept = call_.before +
                           ((b * chunks_ + chunk) * call_.heads + h) * features * values;
           for (int64_t f = 0; f < features; ++f) {
-            std::copy_n(state + f * of_v_, values, kept + f * values);
+            std::copy_n(state + f * of_v, values, kept + f * values);
           }
         }
-        decays.set(call_.log_decay + place, call_.heads, count);
-        copy_rows(call_.v + place * values, call_.heads * values, count, values, v);
+        s.decays.set(call_.log_decay + place, call_.heads, count);
+        copy_rows(call_.v + place * values, call_.heads * values, count, values, s.v);
         // y
-        set_product<T>(count, of_v_ / kLanes<T>, features, shared.q, of_k_, state, of_v_, y, of_v_);
+        set_product<T>(count, of_v / kLanes<T>, features, s.q, of_k, state, of_v, s.y, of_v);
         for (int64_t i = 0; i < count; ++i) {
-          scale(y + i * of_v_, decays.from_start[i], of_v_);
-          multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
+          scale(s.y + i * of_v, s.decays.from_start[i], of_v);
+          multiply(s.scores + i * kChunk, s.decays.between + i * kChunk, s.weights + i * kChunk,
                    count);
         }
-        add_product<T>(count, of_v_ / kLanes<T>, count, weights, kChunk, v, of_v_, y, of_v_);
+        add_product<T>(count, of_v / kLanes<T>, count, s.weights, kChunk, s.v, of_v, s.y, of_v);
         T* const to = call_.y + place * values;
         for (int64_t i = 0; i < count; ++i) {
-          std::copy_n(y + i * of_v_, values, to + i * call_.heads * values);
+          std::copy_n(s.y + i * of_v, values, to + i * call_.heads * values);
         }
         // The state after the chunk
-        scale(state, decays.whole, of_state);
-        for (int64_t i = 0; i < count; ++i) scale(v + i * of_v_, decays.to_end[i], of_v_);
-        add_product<T, true>(features, of_v_ / kLanes<T>, count, shared.k, of_k_, v, of_v_, state,
-                             of_v_);
+        scale(state, s.decays.whole, of_state);
+        for (int64_t i = 0; i < count; ++i) scale(s.v + i * of_v, s.decays.to_end[i], of_v);
+        add_product<T, true>(features, of_v / kLanes<T>, count, s.k, of_k, s.v, of_v, state,
+                             of_v);
       }
     }
     for (int64_t n = 0; n < heads; ++n) {
       const int64_t head = (b * call_.heads + first + n) * values * features;
-      transpose_back(states + n * of_state, of_v_, values, features, call_.last + head, features);
+      transpose_back(s.states + n * of_state, of_v, values, features, call_.last + head, features);
     }
   }
 };
@@ -193,125 +196,123 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
  public:
   using Call = LinearAttentionBackward<T>;
   using Base = LinearAttentionJob<Call>;
-  using Base::call_, Base::chunks_, Base::heads_per_key_, Base::of_k_, Base::of_v_, Base::parts_;
+  using Base::call_, Base::chunks_, Base::parts_;
 
-  LinearAttentionBackwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts,
-             Base::Shared::size(padded<T>(call.features)) + 4 * kChunk * kChunk +
-                 2 * kChunk * padded<T>(call.features) + 2 * call.features * kChunk +
-                 9 * kChunk * padded<T>(call.values) + sizeof(Decays<T>) / sizeof(T) +
-                 (ceil_div(call.heads / call.key_heads, parts) + 1) * call.features *
-                     padded<T>(call.values)) {}
+  LinearAttentionBackwardJob(const Call& call, int threads)
+      : Base(call, threads, Scratch(call, nullptr).bytes()) {}
 
  private:
+  struct Scratch : LinearAttentionScratch<T> {
+    using Base = LinearAttentionScratch<T>;
+    using Base::Base, Base::call, Base::take, Base::of_k, Base::of_v, Base::of_state, Base::heads;
+
+    T* const weights = take(kChunk * kChunk);  // M
+    T* const decayed = take(kChunk * kChunk);  // D_ti (∂y_t·v_i)
+    T* const dscores = take(kChunk * kChunk);  // their sum over the heads
+    T* const dsums = take(kChunk * kChunk);    // of each sum of log decays
+    T* const dq = take(kChunk * of_k);
+    T* const dk = take(kChunk * of_k);
+    T* const dq_by_feature = take(call.features * kChunk);
+    T* const dk_by_feature = take(call.features * kChunk);
+    T* const v = take(kChunk * of_v);
+    T* const dy = take(kChunk * of_v);
+    T* const dv = take(kChunk * of_v);
+    T* const read = take(kChunk * of_v);
+    T* const v_by_value = take(of_v * kChunk);
+    T* const dy_by_value = take(of_v * kChunk);
+    T* const state = take(of_state);
+    T* const dstates = take(heads * of_state);
+  };
+
   void run_task(int64_t task, void* memory) override {
-    T* scratch = static_cast<T*>(memory);
+    const Scratch s(call_, memory);
     const int64_t part = task % parts_;
     const int64_t b = task / parts_ / call_.key_heads, g = task / parts_ % call_.key_heads;
     const int64_t first = this->first_head(task), heads = this->num_heads(task);
     const int64_t features = call_.features, values = call_.values, time = call_.time;
-    const int64_t of_state = features * of_v_, columns = of_v_ / kLanes<T>;
-    const auto shared = this->shared_in(scratch);
-    const auto take = [&](int64_t count) { return std::exchange(scratch, scratch + count); };
-    T* const weights = take(kChunk * kChunk);   // M
-    T* const decayed = take(kChunk * kChunk);   // D_ti (∂y_t·v_i)
-    T* const dscores = take(kChunk * kChunk);   // their sum over the heads
-    T* const dsums = take(kChunk * kChunk);     // of each sum of log decays
-    T* const dq = take(kChunk * of_k_);
-    T* const dk = take(kChunk * of_k_);
-    T* const dq_by_feature = take(features * kChunk);
-    T* const dk_by_feature = take(features * kChunk);
-    T* const v = take(kChunk * of_v_);
-    T* const dy = take(kChunk * of_v_);
-    T* const dv = take(kChunk * of_v_);
-    T* const read = take(kChunk * of_v_);
-    T* const v_by_value = take(of_v_ * kChunk);
-    T* const dy_by_value = take(of_v_ * kChunk);
-    auto& decays = *reinterpret_cast<Decays<T>*>(take(sizeof(Decays<T>) / sizeof(T)));
-    T* const state = take(of_state);
-    T* const dstates = take(heads * of_state);
+    const int64_t of_k = s.of_k, of_v = s.of_v, of_state = s.of_state, columns = of_v / kLanes<T>;
 
     for (int64_t n = 0; n < heads; ++n) {
       const int64_t head = (b * call_.heads + first + n) * values * features;
-      transpose(call_.dlast + head, features, values, features, dstates + n * of_state, of_v_);
+      transpose(call_.dlast + head, features, values, features, s.dstates + n * of_state, of_v);
     }
     for (int64_t chunk = chunks_ - 1; chunk >= 0; --chunk) {
       const int64_t t = chunk * kChunk, count = std::min(kChunk, time - t);
-      this->read_chunk(shared, b, g, t, count);
+      this->read_chunk(s, b, g, t, count);
       const int64_t vectors = ceil_div(count, kLanes<T>);  // of steps
-      std::fill_n(dscores, count * kChunk, T(0));
-      std::fill_n(dq_by_feature, features * kChunk, T(0));
-      std::fill_n(dk_by_feature, features * kChunk, T(0));
+      std::fill_n(s.dscores, count * kChunk, T(0));
+      std::fill_n(s.dq_by_feature, features * kChunk, T(0));
+      std::fill_n(s.dk_by_feature, features * kChunk, T(0));
       for (int64_t n = 0; n < heads; ++n) {
         const int64_t h = first + n, place = (b * time + t) * call_.heads + h;
         const int64_t distance = call_.heads * values;
-        T* const dstate = dstates + n * of_state;
+        T* const dstate = s.dstates + n * of_state;
         copy_rows(call_.before + ((b * chunks_ + chunk) * call_.heads + h) * features * values,
-                  values, features, values, state);
-        decays.set(call_.log_decay + place, call_.heads, count);
-        copy_rows(call_.v + place * values, distance, count, values, v);
-        copy_rows(call_.dy + place * values, distance, count, values, dy);
-        transpose(call_.v + place * values, distance, count, values, v_by_value, kChunk);
+                  values, features, values, s.state);
+        s.decays.set(call_.log_decay + place, call_.heads, count);
+        copy_rows(call_.v + place * values, distance, count, values, s.v);
+        copy_rows(call_.dy + place * values, distance, count, values, s.dy);
+        transpose(call_.v + place * values, distance, count, values, s.v_by_value, kChunk);
 
         // The products of all pairs of steps
-        set_product<T>(count, vectors, values, dy, of_v_, v_by_value, kChunk, decayed,
-                       kChunk);
+        set_product<T>(count, vectors, values, s.dy, of_v, s.v_by_value, kChunk, s.decayed, kChunk);
         for (int64_t i = 0; i < count; ++i) {
-          T* const row = decayed + i * kChunk;
-          multiply(shared.scores + i * kChunk, decays.between + i * kChunk, weights + i * kChunk,
+          T* const row = s.decayed + i * kChunk;
+          multiply(s.scores + i * kChunk, s.decays.between + i * kChunk, s.weights + i * kChunk,
                    count);
-          multiply(row, decays.between + i * kChunk, row, count);
-          multiply(row, shared.scores + i * kChunk, dsums + i * kChunk, count);
-          add(row, dscores + i * kChunk, count);
+          multiply(row, s.decays.between + i * kChunk, row, count);
+          multiply(row, s.scores + i * kChunk, s.dsums + i * kChunk, count);
+          add(row, s.dscores + i * kChunk, count);
         }
         // ∂v_i = f_i ∂S k_i + Σ_t M_ti ∂y_t
         T of_start[kChunk], of_end[kChunk], of_whole = 0;
-        set_product<T>(count, columns, features, shared.k, of_k_, dstate, of_v_, dv, of_v_);
+        set_product<T>(count, columns, features, s.k, of_k, dstate, of_v, s.dv, of_v);
         for (int64_t i = 0; i < count; ++i) {
-          scale(dv + i * of_v_, decays.to_end[i], of_v_);
-          of_end[i] = dot(dv + i * of_v_, v + i * of_v_, of_v_);
+          scale(s.dv + i * of_v, s.decays.to_end[i], of_v);
+          of_end[i] = dot(s.dv + i * of_v, s.v + i * of_v, of_v);
         }
-        add_product<T, true>(count, columns, count, weights, kChunk, dy, of_v_, dv, of_v_);
+        add_product<T, true>(count, columns, count, s.weights, kChunk, s.dy, of_v, s.dv, of_v);
         for (int64_t i = 0; i < count; ++i) {
-          std::copy_n(dv + i * of_v_, values, call_.dv + place * values + i * distance);
+          std::copy_n(s.dv + i * of_v, values, call_.dv + place * values + i * distance);
         }
         // e_t ∂y_t reads the state before the chunk.
-        set_product<T>(count, columns, features, shared.q, of_k_, state, of_v_, read, of_v_);
+        set_product<T>(count, columns, features, s.q, of_k, s.state, of_v, s.read, of_v);
         for (int64_t i = 0; i < count; ++i) {
-          scale(dy + i * of_v_, decays.from_start[i], of_v_);
-          of_start[i] = dot(dy + i * of_v_, read + i * of_v_, of_v_);
+          scale(s.dy + i * of_v, s.decays.from_start[i], of_v);
+          of_start[i] = dot(s.dy + i * of_v, s.read + i * of_v, of_v);
           // f_i v_i is written to the state after the chunk.
           for (int64_t f = 0; f < values; ++f) {
-            dy_by_value[f * kChunk + i] = dy[i * of_v_ + f];
-            v_by_value[f * kChunk + i] *= decays.to_end[i];
+            s.dy_by_value[f * kChunk + i] = s.dy[i * of_v + f];
+            s.v_by_value[f * kChunk + i] *= s.decays.to_end[i];
           }
         }
-        add_product<T>(features, vectors, values, state, of_v_, dy_by_value, kChunk,
-                       dq_by_feature, kChunk);
-        add_product<T>(features, vectors, values, dstate, of_v_, v_by_value, kChunk,
-                       dk_by_feature, kChunk);
+        add_product<T>(features, vectors, values, s.state, of_v, s.dy_by_value, kChunk,
+                       s.dq_by_feature, kChunk);
+        add_product<T>(features, vectors, values, dstate, of_v, s.v_by_value, kChunk,
+                       s.dk_by_feature, kChunk);
         // ∂S before the chunk
-        scale(dstate, decays.whole, of_state);
-        of_whole = dot(dstate, state, of_state);
-        add_product<T, true>(features, columns, count, shared.q, of_k_, dy, of_v_, dstate, of_v_);
-        set_dlog(dsums, of_start, of_end, of_whole, count, call_.dlog_decay + place, call_.heads);
+        scale(dstate, s.decays.whole, of_state);
+        of_whole = dot(dstate, s.state, of_state);
+        add_product<T, true>(features, columns, count, s.q, of_k, s.dy, of_v, dstate, of_v);
+        set_dlog(s.dsums, of_start, of_end, of_whole, count, call_.dlog_decay + place, call_.heads);
       }
       // What all heads of the task add to ∂q and ∂k
-      set_product<T>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.k, of_k_, dq, of_k_);
-      std::fill_n(dk, count * of_k_, T(0));
-      add_product<T, true>(count, of_k_ / kLanes<T>, count, dscores, kChunk, shared.q, of_k_, dk,
-                           of_k_);
+      set_product<T>(count, of_k / kLanes<T>, count, s.dscores, kChunk, s.k, of_k, s.dq, of_k);
+      std::fill_n(s.dk, count * of_k, T(0));
+      add_product<T, true>(count, of_k / kLanes<T>, count, s.dscores, kChunk, s.q, of_k, s.dk,
+                           of_k);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t to = (((b * parts_ + part) * time + t + i) * call_.key_heads + g) * features;
         for (int64_t f = 0; f < features; ++f) {
-          call_.dq[to + f] = dq[i * of_k_ + f] + dq_by_feature[f * kChunk + i];
-          call_.dk[to + f] = dk[i * of_k_ + f] + dk_by_feature[f * kChunk + i];
+          call_.dq[to + f] = s.dq[i * of_k + f] + s.dq_by_feature[f * kChunk + i];
+          call_.dk[to + f] = s.dk[i * of_k + f] + s.dk_by_feature[f * kChunk + i];
         }
       }
     }
     for (int64_t n = 0; n < heads; ++n) {
       const int64_t head = (b * call_.heads + first + n) * values * features;
-      transpose_back(dstates + n * of_state, of_v_, values, features, call_.dstate + head, features);
+      transpose_back(s.dstates + n * of_state, of_v, values, features, call_.dstate + head,
+                     features);
     }
   }
 
@@ -329,15 +330,5 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
     }
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_linear_attention(const Call& call, int64_t parts) {
-  // Each thread is worth its waking from about a million multiplications on.
-  const double products = double(call.batch) * double(call.heads) * double(call.time) *
-                          double(call.features) * double(call.values);
-  const int useful = 1 + int(products < 1e9 ? products / 1e6 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads, parts), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

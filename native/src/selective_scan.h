@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 
 #include "call.h"
@@ -35,8 +34,14 @@ class SelectiveScanJob : public TaskJob {
  public:
   using T = typename Call::Real;
 
-  SelectiveScanJob(const Call& call, int threads, int64_t parts, size_t scratch)
-      : TaskJob(call.batch * parts, threads, scratch), call_(call), parts_(parts) {}
+  SelectiveScanJob(const Call& call, int threads, size_t scratch)
+      : TaskJob(call.batch * call.parts, threads, scratch), call_(call) {}
+
+  // Each thread is worth its waking from about 100,000 exponentials on.
+  static double useful_threads(const Call& call) {
+    return double(call.batch) * double(call.time) * double(call.features) * double(call.states) /
+           1e5;
+  }
 
  protected:
   // Some features in a chunk of steps of a row.
@@ -59,15 +64,24 @@ class SelectiveScanJob : public TaskJob {
       __builtin_prefetch(from + kLanes<T>);
       return load(from, count);
     }
-    void read(const T* from, Steps<T>& to) const {
+    void read_steps(const T* from, Steps<T>& to) const {
       for (int64_t i = 0; i < steps; ++i) to[i] = read(from + of_step(i));
     }
-    void write(const Steps<T>& from, T* to) const {
+    void write_steps(const Steps<T>& from, T* to) const {
       for (int64_t i = 0; i < steps; ++i) store(to + of_step(i), from[i], count);
     }
+    // The states n, n + 1, … of the features, from the place of state n on
+    template <int kCount>
+    void read_states(const T* from, Vector<T> (&to)[kCount]) const {
+      for (int i = 0; i < kCount; ++i) to[i] = read(from + i * call.features);
+    }
+    template <int kCount>
+    void write_states(const Vector<T> (&from)[kCount], T* to) const {
+      for (int i = 0; i < kCount; ++i) store(to + i * call.features, from[i], count);
+    }
     void read_scaled(Steps<T>& dt, Steps<T>& scaled) const {
-      read(call.dt, dt);
-      read(call.u, scaled);
+      read_steps(call.dt, dt);
+      read_steps(call.u, scaled);
       for (int64_t i = 0; i < steps; ++i) scaled[i] *= dt[i];
     }
   };
@@ -75,10 +89,11 @@ class SelectiveScanJob : public TaskJob {
   // Calls `run` for each vector of features of a task, in one chunk.
   template <typename Run>
   void for_each_block(int64_t task, int64_t chunk, Run run) const {
-    const int64_t b = task / parts_, part = task % parts_, t = chunk * kSelectiveScanChunk;
+    const int64_t parts = call_.parts, b = task / parts, part = task % parts;
+    const int64_t t = chunk * kSelectiveScanChunk;
     const int64_t steps = std::min(kSelectiveScanChunk, call_.time - t);
     const int64_t blocks = ceil_div(call_.features, kLanes<T>);
-    for (int64_t block = blocks * part / parts_; block < blocks * (part + 1) / parts_; ++block) {
+    for (int64_t block = blocks * part / parts; block < blocks * (part + 1) / parts; ++block) {
       const int64_t c = block * kLanes<T>;
       run(Block{call_, b, chunk, t, steps, c, std::min<int64_t>(kLanes<T>, call_.features - c)});
     }
@@ -95,7 +110,6 @@ class SelectiveScanJob : public TaskJob {
   }
 
   const Call call_;
-  const int64_t parts_;
 };
 
 template <typename T>
@@ -106,8 +120,7 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
   using Base::call_;
   using typename Base::Block;
 
-  SelectiveScanForwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts, 0) {}
+  SelectiveScanForwardJob(const Call& call, int threads) : Base(call, threads, 0) {}
 
  private:
   void run_task(int64_t task, void*) override {
@@ -133,11 +146,9 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
       const T* const B = block.keys(call_.B);
       const T* const C = block.keys(call_.C);
       Vector<T> A[kCount], h[kCount];
-      for (int i = 0; i < kCount; ++i) {
-        A[i] = block.read(call_.A + block.of_state(n + i));
-        h[i] = block.read(call_.last + block.of_state(n + i));
-        if (call_.before) store(call_.before + block.of_before(n + i), h[i], block.count);
-      }
+      block.read_states(call_.A + block.of_state(n), A);
+      block.read_states(call_.last + block.of_state(n), h);
+      if (call_.before) block.write_states(h, call_.before + block.of_before(n));
       for (int64_t t = 0; t < block.steps; ++t) {
         const int64_t key = t * call_.states + n;
         if (block.restarts(t)) std::fill_n(h, kCount, Vector<T>{});
@@ -146,11 +157,9 @@ class SelectiveScanForwardJob : public SelectiveScanJob<SelectiveScanForward<T>>
           y[t] += C[key + i] * h[i];
         }
       }
-      for (int i = 0; i < kCount; ++i) {
-        store(call_.last + block.of_state(n + i), h[i], block.count);
-      }
+      block.write_states(h, call_.last + block.of_state(n));
     });
-    block.write(y, call_.y);
+    block.write_steps(y, call_.y);
   }
 };
 
@@ -162,8 +171,8 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
   using Base::call_;
   using typename Base::Block;
 
-  SelectiveScanBackwardJob(const Call& call, int threads, int64_t parts)
-      : Base(call, threads, parts, 2 * kSelectiveScanChunk * call.states * sizeof(Vector<T>)) {}
+  SelectiveScanBackwardJob(const Call& call, int threads)
+      : Base(call, threads, 2 * kSelectiveScanChunk * call.states * sizeof(Vector<T>)) {}
 
  private:
   void run_task(int64_t task, void* scratch) override {
@@ -196,7 +205,7 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
   void run_block(const Block& block, Vector<T>* dB, Vector<T>* dC) const {
     Steps<T> dt, scaled, dy, ddt, dscaled;
     block.read_scaled(dt, scaled);
-    block.read(call_.dy, dy);
+    block.read_steps(call_.dy, dy);
     std::fill_n(ddt, block.steps, Vector<T>{});
     std::fill_n(dscaled, block.steps, Vector<T>{});
     this->for_each_group([&](int64_t n, auto group) {
@@ -204,12 +213,10 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
       const T* const B = block.keys(call_.B);
       const T* const C = block.keys(call_.C);
       Vector<T> A[kCount], h[kCount], g[kCount], dA[kCount];
-      for (int i = 0; i < kCount; ++i) {
-        A[i] = block.read(call_.A + block.of_state(n + i));
-        h[i] = block.read(call_.before + block.of_before(n + i));
-        g[i] = block.read(call_.dstate + block.of_state(n + i));
-        dA[i] = block.read(call_.dA + block.of_state(n + i));
-      }
+      block.read_states(call_.A + block.of_state(n), A);
+      block.read_states(call_.before + block.of_before(n), h);
+      block.read_states(call_.dstate + block.of_state(n), g);
+      block.read_states(call_.dA + block.of_state(n), dA);
       // exp(Δ_t A), and its product with the state before the step
       Vector<T> factor[kSelectiveScanChunk][kCount], kept[kSelectiveScanChunk][kCount];
       for (int64_t t = 0; t < block.steps; ++t) {
@@ -235,30 +242,18 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
         }
         if (block.restarts(t)) std::fill_n(g, kCount, Vector<T>{});
       }
-      for (int i = 0; i < kCount; ++i) {
-        store(call_.dstate + block.of_state(n + i), g[i], block.count);
-        store(call_.dA + block.of_state(n + i), dA[i], block.count);
-      }
+      block.write_states(g, call_.dstate + block.of_state(n));
+      block.write_states(dA, call_.dA + block.of_state(n));
     });
     Steps<T> u;
-    block.read(call_.u, u);
+    block.read_steps(call_.u, u);
     for (int64_t t = 0; t < block.steps; ++t) {
       ddt[t] += dscaled[t] * u[t];
       dscaled[t] *= dt[t];
     }
-    block.write(ddt, call_.ddt);
-    block.write(dscaled, call_.du);
+    block.write_steps(ddt, call_.ddt);
+    block.write_steps(dscaled, call_.du);
   }
 };
-
-template <template <typename> class JobOf, typename Call>
-void run_selective_scan(const Call& call, int64_t parts) {
-  // Each thread is worth its waking from about 100,000 exponentials on.
-  const double exponentials = double(call.batch) * double(call.time) * double(call.features) *
-                              double(call.states);
-  const int useful = 1 + int(exponentials < 1e8 ? exponentials / 1e5 : 1000);
-  const int threads = std::min(twinscan::threads(), useful);
-  run(std::make_shared<JobOf<typename Call::Real>>(call, threads, parts), threads);
-}
 
 }  // namespace twinscan::TWINSCAN_ISA

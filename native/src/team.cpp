@@ -168,13 +168,14 @@ Memory::~Memory() {
   std::free(block->bytes <= kMostKept ? kept.exchange(block) : block);
 }
 
-TaskJob::TaskJob(int64_t tasks, int threads, size_t scratch_bytes)
+TaskJob::TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes)
     : scratch_bytes_((scratch_bytes + 63) / 64 * 64),
-      memory_(scratch_bytes_ * threads),
+      shared_bytes_((shared_bytes + 63) / 64 * 64),
+      memory_(shared_bytes_ + scratch_bytes_ * threads),
       progress_(tasks) {}
 
 void TaskJob::work(int thread) {
-  void* const scratch = static_cast<char*>(memory_.start()) + scratch_bytes_ * thread;
+  void* const scratch = shared() + shared_bytes_ + scratch_bytes_ * thread;
   for (size_t task = 0; task < progress_.size(); ++task) {
     if (!progress_[task].begin(0)) continue;
     run_task(task, scratch);
@@ -182,7 +183,7 @@ void TaskJob::work(int thread) {
     wake();
   }
   if (thread > 0) return;
-  for (const Progress& task : progress_) wait(task, 0);  // the call returns
+  for (size_t task = 0; task < progress_.size(); ++task) wait_for(task);  // the call returns
 }
 
 }  // namespace twinscan

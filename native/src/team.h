@@ -87,17 +87,21 @@ class Memory {
   void* block_;
 };
 
-// A job of tasks that do not depend on one another. Each thread has memory of its own for them.
+// A job of tasks. Each thread has memory of its own for them, and the tasks share some, too.
 class TaskJob : public Job {
  public:
-  TaskJob(int64_t tasks, int threads, size_t scratch_bytes);
+  TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes = 0);
   void work(int thread) final;
 
  protected:
   virtual void run_task(int64_t task, void* scratch) = 0;
 
+  // A task may wait for those with lower numbers, which have begun.
+  void wait_for(int64_t task) const { wait(progress_[task], 0); }
+  char* shared() const { return static_cast<char*>(memory_.start()); }
+
  private:
-  const size_t scratch_bytes_;
+  const size_t scratch_bytes_, shared_bytes_;
   const Memory memory_;
   std::vector<Progress> progress_;
 };

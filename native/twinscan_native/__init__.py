@@ -13,9 +13,20 @@ def path() -> Path:
         FileNotFoundError: this folder contains only the sources of the package.
 
     """
-    for library in Path(__file__).parent.glob("libtwinscan_native.*"):
-        return library
+    for file in Path(__file__).parent.glob("libtwinscan_native.*"):
+        return file
     raise FileNotFoundError("twinscan_native has no library here; install it: pip install ./native")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Loads the shared library.
+
+    Raises:
+        OSError: it cannot be loaded.
+
+    """
+    return ctypes.CDLL(str(path()))
 
 
 def num_threads() -> int:
@@ -24,7 +35,7 @@ def num_threads() -> int:
     Unless `set_num_threads` was called, this is the number in the environment variable
     `TWINSCAN_NATIVE_THREADS` or, without it, the number of cores that the process may use.
     """
-    return _library().twinscan_threads()
+    return library().twinscan_threads()
 
 
 def set_num_threads(count: int) -> None:
@@ -41,18 +52,13 @@ def set_num_threads(count: int) -> None:
         ValueError: `count` is not a positive integer.
 
     """
-    _library().twinscan_set_threads(_checked("count", count))
+    library().twinscan_set_threads(_checked("count", count))
 
 
 def _checked(name: str, count: object) -> int:
     if str(count).isdecimal() and 0 < (threads := int(str(count))) < 2**31:
         return threads
     raise ValueError(f"{name}: expected a positive number of threads, got {count!r}")
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(path()))
 
 
 if (_given := os.environ.get("TWINSCAN_NATIVE_THREADS")) is not None:

@@ -17,9 +17,7 @@ def refusal(call: CausalAttention) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
     if call.past.keys.shape[1] or call.k.shape[1] != call.q.shape[1]:
         return "it attends to the steps of the call, and not to those of a cache"
-    return refusal_of(
-        call.q.shape, call.q, call.k, call.v, types=("bfloat16", "float32", "float64")
-    )
+    return refusal_of(call, call.q, call.k, call.v, types=("bfloat16", "float32", "float64"))
 
 
 def pays(call: CausalAttention, platform: str, differentiated: bool) -> bool:

@@ -28,9 +28,7 @@ def refusal(call: Stack) -> str | None:
         "it has no peepholes (use_peepholes)": "peephole" in call.cells[0],
     }
     arrays = call.x, *jax.tree.leaves(call.cells)
-    return next(
-        (reason for reason, holds in reasons.items() if holds), refusal_of(call.x.shape, *arrays)
-    )
+    return next((reason for reason, holds in reasons.items() if holds), refusal_of(call, *arrays))
 
 
 def pays(call: Stack, platform: str, differentiated: bool) -> bool:

@@ -1,6 +1,5 @@
 """The kernels of the shared library, those of recurrences as functions of JAX arrays."""
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -9,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import twinscan_native
+from jax_models.ops.forms import refusal_of_symbolic
 
 BATCH_AXES = {
     **dict.fromkeys(("kernel_x", "kernel", "bias", "bias_hn")),
@@ -42,29 +41,33 @@ RNN, RELU = (Kind("rnn", 0, 0, (("relu", relu),)) for relu in (False, True))
 
 @cache
 def loading_error() -> str | None:
-    """Loads the library and registers its kernels with XLA. Returns why this failed, or None."""
+    """Loads the library. Returns why this failed, or None."""
     try:
-        library = ctypes.CDLL(str(twinscan_native.path()))
+        twinscan_native.library()
     except OSError as error:
         return f"the library of twinscan-native cannot be loaded: {error}"
-    operators = "lstm", "gru", "rnn", "attention", "linear_attention", "selective_scan"
-    for operator in operators:
-        for way in ("forward", "backward"):
-            name = f"twinscan_{operator}_{way}"
-            kernel = jax.ffi.pycapsule(getattr(library, name))
-            jax.ffi.register_ffi_target(name, kernel, platform="cpu")
     return None
 
 
-def refusal_of(
-    shape: tuple[Any, ...], *arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")
-) -> str | None:
-    """Returns why there is no kernel for a call with these arrays, or None if there is one.
+@cache
+def target(kernel: str) -> str:
+    """Registers a kernel of the library with XLA, and returns its name there."""
+    name = f"twinscan_{kernel}"
+    function = jax.ffi.pycapsule(getattr(twinscan_native.library(), name))
+    jax.ffi.register_ffi_target(name, function, platform="cpu")
+    return name
 
-    The shape must be known, and all arrays must have the same of these types.
+
+def refusal_of(
+    call: Any, *arrays: jax.Array, types: tuple[str, ...] = ("float32", "float64")
+) -> str | None:
+    """Returns why there is no kernel for a call, or None if there is one.
+
+    All sizes in the call must be known, and these arrays must have the same of these types.
     """
-    if any(map(is_symbolic_dim, shape)):
-        return "it takes known sizes, not the symbolic ones of jax.export"
+    sizes = (size for array in jax.tree.leaves(call) for size in array.shape)
+    if reason := refusal_of_symbolic(*sizes):
+        return reason
     found = sorted({str(array.dtype) for array in arrays})
     if len(found) > 1 or found[0] not in types:
         return f"it computes in {' or in '.join(types)}, not in {' and '.join(found)}"
@@ -76,10 +79,10 @@ def refusal_of(
 
 
 def call_kernel(
-    name: str, shapes: list[Any], *arrays: jax.Array, **options: Any
+    kernel: str, shapes: list[Any], *arrays: jax.Array, **options: Any
 ) -> Sequence[jax.Array]:
     """Calls a kernel that takes rows of a batch, to which `vmap` adds its own."""
-    function = jax.ffi.ffi_call(f"twinscan_{name}", shapes, vmap_method="broadcast_all")
+    function = jax.ffi.ffi_call(target(kernel), shapes, vmap_method="broadcast_all")
     return function(*arrays, **options)
 
 
@@ -133,7 +136,7 @@ class Kernel(NamedTuple):
         else:
             first_kept = len(arrays) - self.kind.num_kept * directions
             aliases = {first_kept + i: i for i in range(self.kind.num_overwritten * directions)}
-        name = f"twinscan_{self.kind.name}_{self.way}"
+        name = target(f"{self.kind.name}_{self.way}")
         function = jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)
         arrays = function(*arrays, lengths, reset, **options)
         return dict(zip(results, tree.unflatten(arrays), strict=True))

@@ -23,7 +23,7 @@ def refusal(call: GatedDeltaRule) -> str | None:
         return "it corrects nothing, so it takes no beta"
     if call.decays_by_feature:
         return "all features of a key decay together"
-    return refusal_of(call.steps.v.shape, call.state)
+    return refusal_of(call, call.state)
 
 
 def pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
@@ -70,7 +70,6 @@ def _gradient(parts: int, floats, others, results, kept, gradients):
         shapes,
         *(q, k, v, log_w, *kept, *gradients),
         parts=np.int64(parts),
-        keep=True,
     )
     return d_q.sum(1), d_k.sum(1), *rest
 

@@ -19,7 +19,7 @@ MIN_STEPS = 16
 
 def refusal(call: SelectiveScan) -> str | None:
     """Returns why there is no kernel for the call, or None if there is one."""
-    return refusal_of(call.steps.u.shape, call.h)
+    return refusal_of(call, call.h)
 
 
 def pays(call: SelectiveScan, platform: str, differentiated: bool) -> bool:
@@ -74,7 +74,6 @@ def _gradient(parts: int, floats, reset, results, kept, gradients):
         *kept,
         *gradients,
         parts=np.int64(parts),
-        keep=True,
     )
     return Steps(du, ddt, dB.sum(1), dC.sum(1)), dA.sum(0), dh
 

@@ -635,6 +635,43 @@ def packages(request, monkeypatch):
         monkeypatch.setattr(forms, "_packages", list)
 
 
+class SymbolicDraw(Draw):
+    """Draws a call without masks, one of whose sizes is symbolic."""
+
+    def __init__(self, name: str, size):
+        super().__init__(0)
+        self.sizes[name] = size
+
+    def array(self, shape):
+        return jnp.ones([eval(axis, {}, self.sizes) for axis in shape.split()])
+
+    def masks(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind", "sizes"),
+    [
+        ("recurrent_stack", "lstm", "BTIH"),
+        ("gated_delta_rule", "not corrected", "BTEIY"),
+        ("selective_scan", "whole", "BTHI"),
+        ("attention", "whole", "TPI"),
+    ],
+)
+def test_kernels_refuse_each_symbolic_size(operator, kind, sizes):
+    pytest.importorskip("twinscan_native")
+    for name in sizes:
+
+        def run(x):
+            draw = SymbolicDraw(name, x.shape[0])  # noqa: B023
+            run, arrays, _ = CALLS[operator][0](kind, draw)
+            return run("native", *arrays)
+
+        x = jax.ShapeDtypeStruct(export.symbolic_shape("n"), jnp.float32)
+        with pytest.raises(NotImplementedError, match="takes known sizes"):
+            export.export(jax.jit(run))(x)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("layer", [LSTM, GRU, RNN])

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from stack_problem import loss, problem, with_gradients
@@ -474,14 +473,6 @@ def test_refuses_with_the_reason_and_the_way_out(reason, always_pays):
     with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
         layer(method="native")(x)
     assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
-
-
-@needs_kernels
-def test_refuses_symbolic_sizes():
-    layer = build("LSTM", "native", dtype=jnp.float32)
-    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 6, 3"), jnp.float32)
-    with pytest.raises(NotImplementedError, match="known sizes"):
-        export.export(jax.jit(lambda x: layer(x)[0]))(shape)
 
 
 @needs_kernels

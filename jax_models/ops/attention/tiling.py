@@ -69,7 +69,7 @@ class Parts(NamedTuple):
     def of(cls, q: Array, k: Array, tiling: Tiling, largest: int) -> "Parts":
         """Chooses the fewest parts whose tiles have at most `largest` scores, or one head each."""
         batch, _, heads, features = q.shape
-        if is_symbolic_dim(batch):
+        if is_symbolic_dim(batch) or not batch:
             return WHOLE
 
         def fewest(count: int, size: int) -> int:
