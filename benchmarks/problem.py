@@ -3,22 +3,25 @@
 import abc
 import contextlib
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
+import jax
 import numpy as np
 
 from jax_models.ops import forms
+from jax_models.ops.attention import ATTENTION
 
 Arrays = dict[str, np.ndarray]
 Framework = Literal["jax", "torch"]
 FORWARD, BOTH = "forward", "forward and backward"
 OURS = "twinscan"
-"""The name of our contender; variants of it are called `twinscan, …`."""
+"""The name of our contender, which never runs the kernels of twinscan-native. Variants of it are
+called `twinscan, …`.
+"""
 NATIVE = f"{OURS}, native"
-"""The name of our contender that runs the kernels of twinscan-native, with the same targets."""
+"""The name of our contender that may run the kernels of twinscan-native."""
 
 
 class Work(NamedTuple):
@@ -126,10 +129,17 @@ class CannotSolve(Exception):  # noqa: N818
     """Raised by a contender that cannot solve a problem; the message says why."""
 
 
-def require_kernels() -> None:
-    """Raises `CannotSolve` if the kernels of twinscan-native are not installed."""
-    if not importlib.util.find_spec("twinscan_native"):
-        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
+@contextlib.contextmanager
+def with_kernels() -> Iterator[None]:
+    """Traces operators as usual. Raises `CannotSolve` if twinscan-native is not installed."""
+    native = ATTENTION.forms["native"]
+    if native in ATTENTION.other_forms:  # it stands for the package, and refuses every call
+        raise CannotSolve(native.refusal(None))
+    yield
+
+
+_available = jax.make_user_context("all")
+"""The forms that are available. A context of JAX, which traces functions again in another one."""
 
 
 @contextlib.contextmanager
@@ -139,7 +149,19 @@ def without_kernels() -> Iterator[None]:
     def own_forms(operator: forms.Operator) -> Mapping[str, forms.Form]:
         return {form.name: form for form in (*operator.own_forms, *operator.other_forms)}
 
-    with mock.patch.object(forms, "_forms", own_forms):
+    with mock.patch.object(forms, "_forms", own_forms), _available("own"):
+        yield
+
+
+@contextlib.contextmanager
+def only_definitions() -> Iterator[None]:
+    """Traces operators as if their definitions were their only forms."""
+    run = forms.Operator.__call__
+
+    def by_definition(operator: forms.Operator, call: Any, method: str = "auto") -> Any:
+        return run(operator, call, operator.own_forms[-1].name)
+
+    with mock.patch.object(forms.Operator, "__call__", by_definition), _available("definitions"):
         yield
 
 
@@ -153,7 +175,7 @@ class Contender(NamedTuple):
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context in which its functions are traced."""
-        return contextlib.nullcontext() if self.kernels else without_kernels()
+        return with_kernels() if self.kernels else without_kernels()
 
 
 class Contenders(dict[str, Contender]):

@@ -14,7 +14,6 @@ from benchmarks.problem import (
     Problem,
     Work,
     operator,
-    require_kernels,
 )
 from jax_models.ops import attention
 
@@ -127,7 +126,6 @@ def ours(problem: Attention):
 @contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Attention):
     """Our operator by the kernels of twinscan-native."""
-    require_kernels()
     return by_method(problem, "native")
 
 

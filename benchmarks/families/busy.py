@@ -17,7 +17,7 @@ from benchmarks.families.gated.ours_and_torch import by_method as gated_by_metho
 from benchmarks.families.gated.problem import Gated
 from benchmarks.families.plain import Operator
 from benchmarks.families.plain.pairs import run_selective_scan, run_state_space
-from benchmarks.problem import OURS, Contenders, Function, Problem, operator, require_kernels
+from benchmarks.problem import OURS, Contenders, Function, Problem, operator
 from benchmarks.report.plot import RowsByAllocator, ratios
 
 XLA = "XLA"
@@ -104,7 +104,6 @@ contenders = Contenders()
 @contenders.jax(OURS, kernels=True)
 def ours(problem: Busy) -> Function:
     """The kernels of twinscan-native."""
-    require_kernels()
     return KINDS[problem.kind].by_method(problem.problem, "native")
 
 

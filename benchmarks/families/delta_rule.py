@@ -14,7 +14,6 @@ from benchmarks.problem import (
     Contenders,
     Problem,
     operator,
-    require_kernels,
 )
 from jax_models.ops import delta_rule, gated_delta_rule
 
@@ -168,7 +167,6 @@ def ours_sequential(problem: Recurrence):
 @contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: StateSpace):
     """Our operator by the kernels of twinscan-native."""
-    require_kernels()
     return operator(problem, partial(rule, "native"))
 
 

@@ -2,12 +2,13 @@
 
 Every measurement starts a process, which imports its packages and builds a model before its time
 begins. It is repeated once if other processes ran. XLA's persistent cache is off. The contender
-"plain scans" is our model with the definitions of its operators, which are plain `lax.scan`s. The
-variants of ours compile one block for all.
+"plain scans" is our model with only the definitions of its operators, which are plain `lax.scan`s.
+The variants of ours compile one block for all.
 """
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +20,23 @@ from flax import nnx
 from benchmarks.compare import Session
 from benchmarks.models import large_configs
 from benchmarks.outcome import Outcome, Row, check_targets
-from benchmarks.problem import FORWARD, OURS, Framework
+from benchmarks.problem import (
+    FORWARD,
+    NATIVE,
+    OURS,
+    CannotSolve,
+    Framework,
+    only_definitions,
+    with_kernels,
+    without_kernels,
+)
 from benchmarks.report.table import show
 from benchmarks.workers import QUIET_LOAD, Burst, Workers, burst
 from jax_models import (
     HawkLanguageModelConfig,
     HyenaDNALanguageModelConfig,
     RNNLanguageModelConfig,
+    RWKV7LanguageModelConfig,
 )
 
 STEP = "training step"
@@ -36,6 +47,7 @@ VOCAB_SIZE, FEATURES = 256, 192
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (4, 257), np.int32)
 
 Call = Callable[[], Any]
+Tracing = Callable[[], AbstractContextManager[None]]
 
 
 def configs(quick: bool) -> dict[str, Any]:
@@ -81,21 +93,21 @@ def jax_call(logits: Callable[[Any, Any], jax.Array], params: Any, part: str) ->
     return lambda: jax.block_until_ready(jax.jit(run)(*arguments))
 
 
-def ours(config: Any, part: str, **views: Any) -> Call:
-    """Our model, whose layers have these attributes."""
-    model = nnx.view(config.build(rngs=nnx.Rngs(0)), raise_if_not_found=False, **views)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return jax_call(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, part)
+def ours(tracing: Tracing, config: Any, part: str) -> Call:
+    """Our model, with the forms of its operators that a context leaves."""
+    graphdef, params, rest = nnx.split(config.build(rngs=nnx.Rngs(0)), nnx.Param, ...)
+    call = jax_call(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, part)
 
+    def first():
+        with tracing():
+            return call()
 
-def plain(config: Any, part: str) -> Call:
-    """Our model with the definitions of its operators."""
-    return ours(config, part, method="definition")
+    return first
 
 
 def as_one_block(config: Any, part: str, **options: Any) -> Call:
     """Our model, of whose blocks only one is compiled."""
-    return ours(dataclasses.replace(config, **options), part)
+    return ours(without_kernels, dataclasses.replace(config, **options), part)
 
 
 def equinox(config: Any, part: str) -> Call:
@@ -157,14 +169,22 @@ def is_large_step(config: Any, part: str) -> bool:
     return part == STEP and config.family in large_configs()
 
 
+def has_kernels(config: Any, part: str) -> bool:
+    """Whether twinscan-native has kernels for the model."""
+    return not isinstance(config, HyenaDNALanguageModelConfig | RWKV7LanguageModelConfig)
+
+
 CONTENDERS = {
-    OURS: Contender("jax", ours),
+    OURS: Contender("jax", partial(ours, without_kernels)),
+    NATIVE: Contender("jax", partial(ours, with_kernels), has_kernels),
     f"{OURS}, scan_layers": Contender(
         "jax", partial(as_one_block, scan_layers=True), is_large_step
     ),
     f'{OURS}, remat="full"': Contender("jax", partial(as_one_block, remat="full"), is_large_step),
     PLAIN: Contender(  # Hyena's convolutions have no scans
-        "jax", plain, lambda config, part: not isinstance(config, HyenaDNALanguageModelConfig)
+        "jax",
+        partial(ours, only_definitions),
+        lambda config, part: not isinstance(config, HyenaDNALanguageModelConfig),
     ),
     "equinox": Contender(
         "jax", equinox, lambda config, part: isinstance(config, RNNLanguageModelConfig)
@@ -202,7 +222,7 @@ def measure_part(session: Session, model: str, config: Any, part: str) -> Outcom
             while len(bursts) < 2 and all(each.others > QUIET_LOAD for each in bursts):
                 with Workers(session.workers.platform, session.workers.allocator) as new:
                     bursts.append(new.call(contender.framework, first_burst, name, config, part))
-        except ImportError as error:
+        except (ImportError, CannotSolve) as error:
             outcome.left_out[f"{name} ({model})"] = str(error)
             continue
         quietest = min(bursts, key=lambda each: each.others)

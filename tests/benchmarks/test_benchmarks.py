@@ -1,5 +1,6 @@
 """The machinery of the benchmarks, on tiny shapes."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -17,7 +18,7 @@ from benchmarks import families, workers
 from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
 from benchmarks.compare import Session
 from benchmarks.environment import Environment
-from benchmarks.families import attention, busy, delta_rule, gated, limits, plain
+from benchmarks.families import attention, busy, delta_rule, first_call, gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.problem import BOTH, FORWARD, NATIVE, OURS, Limits
@@ -267,6 +268,13 @@ def test_only_contenders_with_kernels_run_those_of_twinscan_native(family):
             chosen[contender.kernels] |= {table.chosen for table in tables}
     assert "native" in chosen[True]
     assert "native" not in chosen[False]
+
+
+@pytest.mark.parametrize("model", ["LSTM", "Hawk", "RWKV-7", "Qwen3.5", "Granite 4"])
+def test_plain_scans_run_only_definitions(model):
+    config = dataclasses.replace(first_call.configs(False)[model], num_layers=4)
+    call = first_call.CONTENDERS[first_call.PLAIN].make(config, FORWARD)
+    assert {table.chosen for table in ops.forms_of(call)} == {"definition"}
 
 
 def row(name: str, ms: float, framework="jax", **fields) -> Row:

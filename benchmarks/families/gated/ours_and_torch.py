@@ -6,7 +6,7 @@ from flax import nnx
 
 import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
-from benchmarks.problem import NATIVE, OURS, Contenders, Function, require_kernels
+from benchmarks.problem import NATIVE, OURS, Contenders, Function
 from jax_models import from_torch, to_torch
 
 contenders = Contenders()
@@ -21,7 +21,6 @@ def ours(problem: Gated):
 @contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Gated):
     """Our layer by the kernels of twinscan-native."""
-    require_kernels()
     return by_method(problem, "native")
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks.compare import Session, compare
 from benchmarks.families.plain.pairs import PAIRS, Pair
 from benchmarks.outcome import Check, Outcome
-from benchmarks.problem import NATIVE, OURS, Contenders, Problem, operator, require_kernels
+from benchmarks.problem import NATIVE, OURS, Contenders, Problem, operator
 from benchmarks.report.plot import RowsByAllocator, ratios
 
 PLAIN = "plain"
@@ -73,7 +73,6 @@ def ours(problem: Operator):
 @contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Operator):
     """Our operator, which may also choose the kernels of twinscan-native."""
-    require_kernels()
     return operator(problem, problem.pair.ours)
 
 
