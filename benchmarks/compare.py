@@ -8,6 +8,7 @@ from rich.console import Console
 
 from benchmarks.outcome import Outcome, Row, check_targets
 from benchmarks.problem import (
+    NATIVE,
     OURS,
     Arrays,
     CannotSolve,
@@ -152,5 +153,10 @@ def compare_part(
                 disturbed=timing.disturbed,
             )
         )
-    outcome.checks = check_targets(outcome.rows, problem.targets(part, session.platform))
+    platform = session.platform
+    targets = {
+        OURS: problem.targets(part, platform),
+        NATIVE: problem.targets_with_kernels(part, platform),
+    }
+    outcome.checks = check_targets(outcome.rows, targets)
     return outcome

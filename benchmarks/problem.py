@@ -66,12 +66,16 @@ class Problem(abc.ABC):
         return None
 
     def targets(self, part: str, platform: str) -> Mapping[str, float]:
-        """The largest allowed ratio of our time to a peer's, by the peer's name.
+        """The largest allowed ratio of our time to another contender's, by its name.
 
         The names `torch` and `JAX peer` stand for the fastest peer of each framework. For `limit`,
         the value is the least share of the machine's limit that we should reach.
         """
         return {}
+
+    def targets_with_kernels(self, part: str, platform: str) -> Mapping[str, float]:
+        """The same for our contender with the kernels of twinscan-native."""
+        return self.targets(part, platform)
 
 
 @dataclasses.dataclass(frozen=True)

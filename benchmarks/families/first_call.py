@@ -236,5 +236,6 @@ def measure_part(session: Session, model: str, config: Any, part: str) -> Outcom
                 disturbed=quietest.others > QUIET_LOAD,
             )
         )
-    outcome.checks = check_targets(outcome.rows, {PLAIN: MAX_RATIO})
+    target = {PLAIN: MAX_RATIO}
+    outcome.checks = check_targets(outcome.rows, {OURS: target, NATIVE: target})
     return outcome

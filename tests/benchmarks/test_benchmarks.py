@@ -236,7 +236,8 @@ def test_a_family_has_what_the_command_needs(name):
         assert {OURS} <= {*(problem.solved_by or module.contenders)} <= {*module.contenders}
         for part in problem.parts:
             against = {"torch", "JAX peer", "limit", *module.contenders}
-            assert set(problem.targets(part, "cpu")) <= against
+            for targets in (problem.targets, problem.targets_with_kernels):
+                assert set(targets(part, "cpu")) <= against
 
 
 @pytest.mark.parametrize("name", families.TUNED)
@@ -282,22 +283,25 @@ def row(name: str, ms: float, framework="jax", **fields) -> Row:
 
 
 def test_targets_are_against_the_fastest_peer_that_computes_the_same():
+    variant = f"{OURS}, variant"
     rows = [
         row(OURS, 2.0, limit_ms=1.0),
-        row(f"{OURS}, variant", 0.1),
+        row(variant, 0.1),
         row(NATIVE, 1.0),
         row("slow", 8.0),
         row("fast", 4.0),
         row("other", 1.0, error=0.1),
         row("torch", 1.0, "torch"),
     ]
-    checks = check_targets(rows, {"JAX peer": 0.5, "torch": 1.9, "limit": 0.6, "absent": 1.0})
+    targets = {"JAX peer": 0.5, "torch": 1.9, "limit": 0.6, "absent": 1.0, variant: 10.0}
+    checks = check_targets(rows, {OURS: targets, NATIVE: {"JAX peer": 0.2, OURS: 0.5}})
     assert [(c.what, c.value, c.verdict) for c in checks] == [
         (f"{OURS} / fast", 0.5, "pass"),
         (f"{OURS} / torch", 2.0, "tie"),
         (f"{OURS}, share of the limit", 0.5, "MISS"),
-        (f"{NATIVE} / fast", 0.25, "pass"),
-        (f"{NATIVE} / torch", 1.0, "pass"),
+        (f"{OURS} / {variant}", 20.0, "MISS"),
+        (f"{NATIVE} / fast", 0.25, "MISS"),
+        (f"{NATIVE} / {OURS}", 0.5, "pass"),
     ]
 
 
