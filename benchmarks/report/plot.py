@@ -74,7 +74,7 @@ def _bars(panel, found: RowsByAllocator) -> None:
 def ratios(
     found: RowsByAllocator, title: str, lines: Mapping[tuple[str, str], str], against: str
 ) -> Figure:
-    """Draws our time over that of a contender, with a panel for each part.
+    """Draws our times over those of another contender, with a panel for each part.
 
     `lines` maps the names of each problem and contender of ours to the line of their ratio.
     """
@@ -100,7 +100,7 @@ def ratios(
         panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
         panel.set_yticks(range(len(labels)), labels)
         panel.invert_yaxis()
-        panel.set_xlabel(f"{part}: our time / that of {against}")
+        panel.set_xlabel(f"{part}: time / that of {against}")
     figure.suptitle(title)
     return figure
 

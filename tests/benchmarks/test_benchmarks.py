@@ -262,7 +262,7 @@ def test_only_contenders_with_kernels_run_those_of_twinscan_native(family):
         family.problems(False)[::-6], family.contenders.items()
     ):
         is_solved = problem.solved_by is None or name in problem.solved_by
-        if is_solved and name in (OURS, NATIVE, busy.XLA):
+        if is_solved and name in (OURS, NATIVE):
             function = contender.make(problem)
             with contender.tracing():
                 tables = ops.forms_of(function.apply, function.params)
