@@ -11,6 +11,7 @@ import signal
 import threading
 from functools import partial
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -21,7 +22,15 @@ from benchmarks.environment import Environment
 from benchmarks.families import attention, busy, delta_rule, first_call, gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
-from benchmarks.problem import BOTH, FORWARD, NATIVE, OURS, Limits
+from benchmarks.problem import (
+    BOTH,
+    FORWARD,
+    NATIVE,
+    OURS,
+    Limits,
+    only_definitions,
+    without_kernels,
+)
 from benchmarks.report.overview import SHOWN
 from benchmarks.report.page import page
 from benchmarks.report.store import (
@@ -276,6 +285,16 @@ def test_plain_scans_run_only_definitions(model):
     config = dataclasses.replace(first_call.configs(False)[model], num_layers=4)
     call = first_call.CONTENDERS[first_call.PLAIN].make(config, FORWARD)
     assert {table.chosen for table in ops.forms_of(call)} == {"definition"}
+
+
+def test_a_program_is_traced_again_if_fewer_forms_are_available():
+    x = jax.numpy.ones((1, 100, 1, 8))
+    run = jax.jit(lambda x: ops.attention(x, x, x))
+    texts = []
+    for tracing in (without_kernels, only_definitions, without_kernels):
+        with tracing():
+            texts.append(run.lower(x).as_text())
+    assert texts[0] == texts[2] != texts[1]
 
 
 def row(name: str, ms: float, framework="jax", **fields) -> Row:
