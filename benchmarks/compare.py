@@ -49,7 +49,7 @@ class Session:
     @property
     def rounds(self) -> int:
         """The number of bursts of each contender."""
-        return 2 if self.quick else 5
+        return 2 if self.quick else 4
 
 
 def compare(
@@ -110,7 +110,8 @@ def compare_part(
     """Measures all contenders on one part of a problem."""
     # Only a failure of our own contender ends the run; peers that fail are left out.
     outcome, prepared = Outcome(), {}
-    for name, (framework, _) in contenders.items():
+    for name, contender in contenders.items():
+        framework = contender.framework
         if problem.solved_by is not None and name not in problem.solved_by:
             continue
         try:

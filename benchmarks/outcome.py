@@ -1,10 +1,12 @@
 """The results of a family: rows of times, and checks of the targets."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Literal
 
-from benchmarks.problem import OURS
+from benchmarks.problem import NATIVE, OURS
 
 TIE_TOLERANCE = 0.1
 """Relative differences below this are ties."""
@@ -105,25 +107,24 @@ class Outcome:
         return next(r for r in self.rows if (r.problem, r.part, r.name) == (problem, part, name))
 
 
-def check_targets(rows: list[Row], targets) -> list[Check]:
+def check_targets(rows: list[Row], targets: Mapping[str, float]) -> list[Check]:
     """Compares one part of a problem with its targets, for the peers that were measured."""
-    ours = next((row for row in rows if row.name == OURS), None)
-    if ours is None:
-        return []
     peers = [row for row in rows if not row.ours and row.comparable]
     found = []
-    for against, bound in targets.items():
+    ours_and_native = [row for row in rows if row.name in (OURS, NATIVE)]
+    for ours, (against, bound) in itertools.product(ours_and_native, targets.items()):
         where = {"problem": ours.problem, "part": ours.part, "bound": bound}
         if against == "limit":
             if ours.limit_ms is not None:
                 share = ours.limit_ms / ours.ms
-                found.append(Check(what="share of the limit", value=share, at_least=True, **where))
+                what = f"{ours.name}, share of the limit"
+                found.append(Check(what=what, value=share, at_least=True, **where))
             continue
         frameworks = {"torch": "torch", "JAX peer": "jax"}
         rivals = [p for p in peers if against in (p.name, *_aliases(p, frameworks))]
         if rivals:
             rival = min(rivals, key=lambda row: row.ms)
-            what = f"{OURS} / {rival.name}"
+            what = f"{ours.name} / {rival.name}"
             found.append(Check(what=what, value=ours.ms / rival.ms, **where))
     return [check for check in found if math.isfinite(check.value)]
 

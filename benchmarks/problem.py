@@ -1,18 +1,24 @@
 """Problems to measure, and the contenders that solve them."""
 
 import abc
+import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import numpy as np
+
+from jax_models.ops import forms
 
 Arrays = dict[str, np.ndarray]
 Framework = Literal["jax", "torch"]
 FORWARD, BOTH = "forward", "forward and backward"
 OURS = "twinscan"
 """The name of our contender; variants of it are called `twinscan, …`."""
+NATIVE = f"{OURS}, native"
+"""The name of our contender that runs the kernels of twinscan-native, with the same targets."""
 
 
 class Work(NamedTuple):
@@ -126,27 +132,47 @@ def require_kernels() -> None:
         raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
 
 
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Traces operators as if twinscan-native were not installed."""
+
+    def own_forms(operator: forms.Operator) -> Mapping[str, forms.Form]:
+        return {form.name: form for form in (*operator.own_forms, *operator.other_forms)}
+
+    with mock.patch.object(forms, "_forms", own_forms):
+        yield
+
+
 class Contender(NamedTuple):
     """A contender: `make(problem)` runs in the worker of its framework."""
 
     framework: Framework
     make: Callable[[Any], Function | Call]
+    kernels: bool
+    """Whether it may run the kernels of twinscan-native."""
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which its functions are traced."""
+        return contextlib.nullcontext() if self.kernels else without_kernels()
 
 
 class Contenders(dict[str, Contender]):
     """The contenders of a family by name, ours first. Each is one decorated function."""
 
-    def jax(self, name: str) -> Callable:
-        """Decorates a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function`."""
-        return self._add(name, "jax")
+    def jax(self, name: str, *, kernels: bool = False) -> Callable:
+        """Decorates a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function`.
+
+        Only with `kernels` may it run those of twinscan-native.
+        """
+        return self._add(name, "jax", kernels)
 
     def torch(self, name: str) -> Callable:
         """Decorates a torch contender. Tensors are created on the right device."""
-        return self._add(name, "torch")
+        return self._add(name, "torch", kernels=False)
 
-    def _add(self, name: str, framework: Framework) -> Callable:
+    def _add(self, name: str, framework: Framework, kernels: bool) -> Callable:
         def add(make):
-            self[name] = Contender(framework, make)
+            self[name] = Contender(framework, make, kernels)
             return make
 
         return add

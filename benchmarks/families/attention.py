@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.problem import (
     FORWARD,
+    NATIVE,
     OURS,
     Contenders,
     Problem,
@@ -105,9 +106,12 @@ def problems(quick: bool) -> list[Attention]:
         return [Attention(64, 128, 6, 64), Attention(2, 512, 8, 64, kv_heads=2, window=128)]
     return [
         *(Attention(*sizes) for sizes in ((64, 128, 6, 64), (4, 1024, 6, 64))),
-        *(Attention(2, time, 8, 64) for time in (512, 1024, 2048, 4096)),
-        *(Attention(2, time, 8, 64, kv_heads=2) for time in (512, 4096)),
-        *(Attention(2, time, 8, 64, window=256) for time in (512, 4096)),
+        *(Attention(2, time, 8, 64) for time in (512, 1024, 2048)),
+        Attention(2, 512, 8, 64, kv_heads=2),
+        Attention(2, 512, 8, 64, window=256),
+        Attention(1, 4096, 8, 64),
+        Attention(1, 4096, 8, 128, kv_heads=2),
+        Attention(1, 4096, 8, 64, window=256),
     ]
 
 
@@ -117,10 +121,10 @@ contenders = Contenders()
 @contenders.jax(OURS)
 def ours(problem: Attention):
     """Our operator, without the kernels of twinscan-native, which are a contender of their own."""
-    return by_method(problem, "small_tiles" if jax.default_backend() == "cpu" else "auto")
+    return by_method(problem, "auto")
 
 
-@contenders.jax(f"{OURS}, native")
+@contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Attention):
     """Our operator by the kernels of twinscan-native."""
     require_kernels()

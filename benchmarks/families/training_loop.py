@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.compare import Session
 from benchmarks.outcome import Check, Outcome, Row
-from benchmarks.problem import OURS, Framework
+from benchmarks.problem import OURS, Framework, without_kernels
 from benchmarks.report.table import show
 from train.data.vocabulary import Characters
 from train.data.windows import Batches, Windows, split
@@ -27,10 +27,12 @@ from train.run.folder import Run, build_trainer
 from train.run.loop import STEPS_PER_CALL, train
 
 PART = "training step"
-PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}
+PRESET_STEPS = {"lstm": (20, 80), "all-work": (500, 3000)}
 """The numbers of steps of the shorter and the longer run."""
 CHECKPOINT_EVERY = 50
 """Number of steps between checkpoints. The preset lstm takes a few seconds for so many."""
+ALONE, SAVING = f"{OURS}, its steps alone", f"{OURS}, a checkpoint every {CHECKPOINT_EVERY} steps"
+TORCH = "torch"
 VOCABULARY = Characters("".join(map(chr, range(32, 97))))
 TOKENS = 200_000
 
@@ -57,14 +59,14 @@ def windows_of(config: TrainConfig) -> dict[str, Windows]:
 
 
 @cache
-def trainer_of(preset: str):
-    """The trainer of a preset, which is compiled once for all runs."""
+def trainer_of(preset: str, *, kernels: bool = True):
+    """The trainer of a preset, which is compiled once for all runs with these kernels."""
     return build_trainer(config_of(preset, 1), devices=jax.devices()[:1])
 
 
-def steps_alone(preset: str, num_steps: int) -> float:
+def steps_alone(preset: str, num_steps: int, *, kernels: bool = True) -> float:
     """The seconds of the steps alone, on batches that are already on the device."""
-    trainer, config = trainer_of(preset), config_of(preset, num_steps)
+    trainer, config = trainer_of(preset, kernels=kernels), config_of(preset, num_steps)
     batches = Batches(windows_of(config)["train"], batch_size=config.batch_size, seed=0)
     tokens = trainer.put(np.stack([batches[i] for i in range(STEPS_PER_CALL)]))
     state = trainer.initial_state()
@@ -73,6 +75,12 @@ def steps_alone(preset: str, num_steps: int) -> float:
         state, _ = trainer.steps(state, tokens, STEPS_PER_CALL)
     jax.block_until_ready(state)
     return time.perf_counter() - start
+
+
+def steps_without_kernels(preset: str, num_steps: int) -> float:
+    """The seconds of the steps alone, as if twinscan-native were not installed."""
+    with without_kernels():
+        return steps_alone(preset, num_steps, kernels=False)
 
 
 def whole_run(preset: str, num_steps: int, checkpoint_every: int | None = None) -> float:
@@ -123,10 +131,13 @@ def torch_run(preset: str, num_steps: int) -> float:
 
 SIDES: dict[str, tuple[Framework, Callable[[str, int], float]]] = {
     OURS: ("jax", whole_run),
-    f"{OURS}, its steps alone": ("jax", steps_alone),
-    f"{OURS}, a checkpoint every {CHECKPOINT_EVERY} steps": ("jax", run_with_checkpoints),
-    "torch": ("torch", torch_run),
+    ALONE: ("jax", steps_alone),
+    f"{ALONE}, without kernels": ("jax", steps_without_kernels),
+    SAVING: ("jax", run_with_checkpoints),
+    TORCH: ("torch", torch_run),
 }
+ONLY_LSTM = (steps_without_kernels, run_with_checkpoints)
+"""The sides that are measured for the preset lstm."""
 
 
 def measure(session: Session) -> Outcome:
@@ -145,16 +156,14 @@ def measure_preset(session: Session, preset: str) -> Outcome:
     """Runs the sides in turn. Takes the median of each side's times, and of the ratios."""
     few, many = (20, 40) if session.quick else PRESET_STEPS[preset]
     sides = {
-        name: side
-        for name, side in SIDES.items()
-        if preset == "lstm" or side[1] is not run_with_checkpoints
+        name: side for name, side in SIDES.items() if preset == "lstm" or side[1] not in ONLY_LSTM
     }
     turns: dict[str, list[float]] = {name: [] for name in sides}
     # Each side compiles in a run that is not timed.
     for framework, side in sides.values():
         session.workers.device(framework)
         session.workers.call(framework, side, preset, few)  # to compile
-    for _ in range(1 if session.quick else 5):
+    for _ in range(1 if session.quick else 3):
         for name, (framework, side) in sides.items():
             short, long = (session.workers.call(framework, side, preset, n) for n in (few, many))
             turns[name].append((long - short) / (many - few))
@@ -170,11 +179,10 @@ def measure_preset(session: Session, preset: str) -> Outcome:
     def add(what: str, values: np.ndarray, bound: float) -> None:
         outcome.checks.append(Check(preset, PART, what, float(np.median(values)), bound))
 
-    alone, *saving, torch = (ms[name] for name in ms if name != OURS)
     if preset == "lstm":
-        add(f"{OURS} / its steps alone", ms[OURS] / alone, 1.03)
-        add("with checkpoints / without", saving[0] / ms[OURS], 1.05)
+        add(f"{OURS} / its steps alone", ms[OURS] / ms[ALONE], 1.03)
+        add("with checkpoints / without", ms[SAVING] / ms[OURS], 1.05)
     else:
-        add("ms that the loop adds to a step", ms[OURS] - alone, 0.3)
-    add(f"{OURS} / torch", ms[OURS] / torch, 1.15)
+        add("ms that the loop adds to a step", ms[OURS] - ms[ALONE], 0.3)
+    add(f"{OURS} / torch", ms[OURS] / ms[TORCH], 1.15)
     return outcome

@@ -1,5 +1,6 @@
 """The machinery of the benchmarks, on tiny shapes."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -10,15 +11,16 @@ import threading
 from functools import partial
 
 import pytest
+from rich.console import Console
 
 from benchmarks import families, workers
 from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
 from benchmarks.compare import Session
 from benchmarks.environment import Environment
-from benchmarks.families import gated, limits, plain
+from benchmarks.families import attention, busy, delta_rule, gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
-from benchmarks.problem import BOTH, FORWARD, OURS, Limits
+from benchmarks.problem import BOTH, FORWARD, NATIVE, OURS, Limits
 from benchmarks.report.overview import SHOWN
 from benchmarks.report.page import page
 from benchmarks.report.store import (
@@ -31,6 +33,7 @@ from benchmarks.report.store import (
 )
 from benchmarks.resume import FILE
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
+from jax_models import ops
 from twinscan.command_line import CommandLineError
 
 
@@ -235,6 +238,37 @@ def test_a_family_has_what_the_command_needs(name):
             assert set(problem.targets(part, "cpu")) <= against
 
 
+@pytest.mark.parametrize("name", families.TUNED)
+def test_with_the_tuned_allocator_a_family_is_compared_with_pytorch_only(monkeypatch, name):
+    monkeypatch.setattr(families, "compare", lambda session, module, contenders, _: contenders)
+    all_of_it, tuned = (
+        families.measure(name, Session(Workers("cpu", allocator), Console()))
+        for allocator in ("default", "tuned")
+    )
+    assert tuned.items() < all_of_it.items()
+    assert {each.framework for key, each in tuned.items() if not key.startswith(OURS)} == {"torch"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("twinscan_native") is None, reason="twinscan-native is not installed"
+)
+@pytest.mark.parametrize("family", [attention, busy, delta_rule, gated, plain])
+def test_only_contenders_with_kernels_run_those_of_twinscan_native(family):
+    """The others are traced as on a machine without the package, whatever is installed."""
+    chosen = {True: set(), False: set()}
+    for problem, (name, contender) in itertools.product(
+        family.problems(False)[::-6], family.contenders.items()
+    ):
+        is_solved = problem.solved_by is None or name in problem.solved_by
+        if is_solved and name in (OURS, NATIVE, busy.XLA):
+            function = contender.make(problem)
+            with contender.tracing():
+                tables = ops.forms_of(function.apply, function.params)
+            chosen[contender.kernels] |= {table.chosen for table in tables}
+    assert "native" in chosen[True]
+    assert "native" not in chosen[False]
+
+
 def row(name: str, ms: float, framework="jax", **fields) -> Row:
     return Row("p", FORWARD, name, framework, ms, **fields)
 
@@ -243,6 +277,7 @@ def test_targets_are_against_the_fastest_peer_that_computes_the_same():
     rows = [
         row(OURS, 2.0, limit_ms=1.0),
         row(f"{OURS}, variant", 0.1),
+        row(NATIVE, 1.0),
         row("slow", 8.0),
         row("fast", 4.0),
         row("other", 1.0, error=0.1),
@@ -252,7 +287,9 @@ def test_targets_are_against_the_fastest_peer_that_computes_the_same():
     assert [(c.what, c.value, c.verdict) for c in checks] == [
         (f"{OURS} / fast", 0.5, "pass"),
         (f"{OURS} / torch", 2.0, "tie"),
-        ("share of the limit", 0.5, "MISS"),
+        (f"{OURS}, share of the limit", 0.5, "MISS"),
+        (f"{NATIVE} / fast", 0.25, "pass"),
+        (f"{NATIVE} / torch", 1.0, "pass"),
     ]
 
 
