@@ -77,6 +77,10 @@ def not_installed(name: str, package: str, command: str) -> Form:
     return Form(name, never_refuses, refusal=refusal)
 
 
+NATIVE = not_installed("native", "twinscan-native", "pip install ./native")
+"""Stands for a form of `twinscan-native`, the compiled kernels for CPUs."""
+
+
 class Operator(NamedTuple):
     """An operator that chooses among its forms."""
 

@@ -16,7 +16,7 @@ from jax_models.ops.attention.definition import (
     keys_and_mask,
     masked_attention,
 )
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 ATTENTION = Operator(
@@ -26,7 +26,7 @@ ATTENTION = Operator(
         Form("large_tiles", tiles.run_large),
         Form("definition", definition.run),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 
 AttentionMethod = Annotated[str, "auto or the name of a form"]

@@ -17,7 +17,7 @@ from jax_models.ops.delta.calls import (
     Steps,
 )
 from jax_models.ops.delta.documents import run_rows
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.rows import DividedMasks, given_rows
 
 DELTA_RULE = Operator(
@@ -35,7 +35,7 @@ GATED_DELTA_RULE = Operator(
         Form("sequential", sequential.run_gated, ("cpu",), pays=sequential.gated_pays),
         Form("definition", definition.gated_delta_rule),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 DeltaRuleMethod = Annotated[str, "auto or the name of a form"]
 """What runs a delta rule."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.linear.definition import advance
 from jax_models.ops.linear.selective_scan import chunked, definition
 from jax_models.ops.linear.selective_scan.definition import SelectiveScan, Steps
@@ -23,7 +23,7 @@ SELECTIVE_SCAN = Operator(
         Form("chunked", chunked.run, refusal=chunked.refusal, pays=chunked.pays),
         Form("definition", definition.scan),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 
 SelectiveScanMethod = Annotated[str, "auto or the name of a form"]
