@@ -63,10 +63,11 @@ def selective_scan(
         state: h before the first step. None: zero.
         method: the form that runs. "definition" is a plain `lax.scan`, whose backward pass stores
             all states. "chunked" stores one state for each chunk of at most 32 steps, and computes
-            the others again. "native" is the package `twinscan-native`, which runs on CPUs. "auto"
-            chooses the form that is likely to be the fastest for the call: where "native" is not
-            chosen, "chunked" if a derivative is computed and the number of steps is not symbolic,
-            and "definition" otherwise. `ops.forms_of` shows the choice.
+            the others again. "native" is the package `twinscan-native`, which runs on CPUs and
+            stores one state every 16 steps. "auto" chooses the form that is likely to be the
+            fastest for the call: "native" from 16 steps on, in float32 and on a single CPU device;
+            otherwise "chunked" if a derivative is computed and the number of steps is not symbolic,
+            and "definition" if not. `ops.forms_of` shows the choice.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             from zero, and once from the state after the devices before it.
