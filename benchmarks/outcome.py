@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 from benchmarks.problem import OURS
@@ -105,28 +107,32 @@ class Outcome:
         return next(r for r in self.rows if (r.problem, r.part, r.name) == (problem, part, name))
 
 
-def check_targets(rows: list[Row], targets) -> list[Check]:
-    """Compares one part of a problem with its targets, for the peers that were measured."""
-    ours = next((row for row in rows if row.name == OURS), None)
-    if ours is None:
-        return []
-    peers = [row for row in rows if not row.ours and row.comparable]
+def check_targets(rows: list[Row], targets: Mapping[str, Mapping[str, float]]) -> list[Check]:
+    """Compares one part of a problem with the targets of each of our contenders, by its name.
+
+    A target is against a contender of any name, or against the fastest peer of a framework, for the
+    contenders that were measured.
+    """
     found = []
-    for against, bound in targets.items():
-        where = {"problem": ours.problem, "part": ours.part, "bound": bound}
-        if against == "limit":
-            if ours.limit_ms is not None:
-                share = ours.limit_ms / ours.ms
-                found.append(Check(what="share of the limit", value=share, at_least=True, **where))
-            continue
-        frameworks = {"torch": "torch", "JAX peer": "jax"}
-        rivals = [p for p in peers if against in (p.name, *_aliases(p, frameworks))]
-        if rivals:
-            rival = min(rivals, key=lambda row: row.ms)
-            what = f"{OURS} / {rival.name}"
-            found.append(Check(what=what, value=ours.ms / rival.ms, **where))
+    for ours in (row for row in rows if row.name in targets):
+        check = partial(Check, ours.problem, ours.part)
+        for against, bound in targets[ours.name].items():
+            if against == "limit":
+                if ours.limit_ms is not None:
+                    share = ours.limit_ms / ours.ms
+                    found.append(
+                        check(f"{ours.name}, share of the limit", share, bound, at_least=True)
+                    )
+                continue
+            rivals = [row for row in rows if row.comparable and against in _names(row)]
+            if rivals:
+                rival = min(rivals, key=lambda row: row.ms)
+                found.append(check(f"{ours.name} / {rival.name}", ours.ms / rival.ms, bound))
     return [check for check in found if math.isfinite(check.value)]
 
 
-def _aliases(row: Row, frameworks: dict[str, str]) -> list[str]:
-    return [alias for alias, framework in frameworks.items() if row.framework == framework]
+def _names(row: Row) -> tuple[str, ...]:
+    """The name of a contender, and that of the peers of its framework."""
+    if row.ours:
+        return (row.name,)
+    return row.name, {"torch": "torch", "jax": "JAX peer"}[row.framework]

@@ -1,18 +1,27 @@
 """Problems to measure, and the contenders that solve them."""
 
 import abc
+import contextlib
 import dataclasses
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
+import jax
 import numpy as np
+
+from jax_models.ops import forms
+from jax_models.ops.attention import ATTENTION
 
 Arrays = dict[str, np.ndarray]
 Framework = Literal["jax", "torch"]
 FORWARD, BOTH = "forward", "forward and backward"
 OURS = "twinscan"
-"""The name of our contender; variants of it are called `twinscan, …`."""
+"""The name of our contender, which never runs the kernels of twinscan-native. Variants of it are
+called `twinscan, …`.
+"""
+NATIVE = f"{OURS}, native"
+"""The name of our contender that may run the kernels of twinscan-native."""
 
 
 class Work(NamedTuple):
@@ -57,12 +66,16 @@ class Problem(abc.ABC):
         return None
 
     def targets(self, part: str, platform: str) -> Mapping[str, float]:
-        """The largest allowed ratio of our time to a peer's, by the peer's name.
+        """The largest allowed ratio of our time to another contender's, by its name.
 
         The names `torch` and `JAX peer` stand for the fastest peer of each framework. For `limit`,
         the value is the least share of the machine's limit that we should reach.
         """
         return {}
+
+    def targets_with_kernels(self, part: str, platform: str) -> Mapping[str, float]:
+        """The same for our contender with the kernels of twinscan-native."""
+        return self.targets(part, platform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +133,40 @@ class CannotSolve(Exception):  # noqa: N818
     """Raised by a contender that cannot solve a problem; the message says why."""
 
 
-def require_kernels() -> None:
-    """Raises `CannotSolve` if the kernels of twinscan-native are not installed."""
-    if not importlib.util.find_spec("twinscan_native"):
-        raise CannotSolve("the package twinscan-native is not installed (pip install ./native)")
+@contextlib.contextmanager
+def with_kernels() -> Iterator[None]:
+    """Traces operators as usual. Raises `CannotSolve` if twinscan-native is not installed."""
+    native = ATTENTION.forms["native"]
+    if native in ATTENTION.other_forms:  # it stands for the package, and refuses every call
+        raise CannotSolve(native.refusal(None))
+    yield
+
+
+_available = jax.make_user_context("all")
+"""The forms that are available. A context of JAX, which traces functions again in another one."""
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Traces operators as if twinscan-native were not installed."""
+
+    def own_forms(operator: forms.Operator) -> Mapping[str, forms.Form]:
+        return {form.name: form for form in (*operator.own_forms, *operator.other_forms)}
+
+    with mock.patch.object(forms, "_forms", own_forms), _available("own"):
+        yield
+
+
+@contextlib.contextmanager
+def only_definitions() -> Iterator[None]:
+    """Traces operators as if their definitions were their only forms."""
+    run = forms.Operator.__call__
+
+    def by_definition(operator: forms.Operator, call: Any, method: str = "auto") -> Any:
+        return run(operator, call, operator.own_forms[-1].name)
+
+    with mock.patch.object(forms.Operator, "__call__", by_definition), _available("definitions"):
+        yield
 
 
 class Contender(NamedTuple):
@@ -131,22 +174,31 @@ class Contender(NamedTuple):
 
     framework: Framework
     make: Callable[[Any], Function | Call]
+    kernels: bool
+    """Whether it may run the kernels of twinscan-native."""
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which its functions are traced."""
+        return with_kernels() if self.kernels else without_kernels()
 
 
 class Contenders(dict[str, Contender]):
     """The contenders of a family by name, ours first. Each is one decorated function."""
 
-    def jax(self, name: str) -> Callable:
-        """Decorates a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function`."""
-        return self._add(name, "jax")
+    def jax(self, name: str, *, kernels: bool = False) -> Callable:
+        """Decorates a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function`.
+
+        Only with `kernels` may it run those of twinscan-native.
+        """
+        return self._add(name, "jax", kernels)
 
     def torch(self, name: str) -> Callable:
         """Decorates a torch contender. Tensors are created on the right device."""
-        return self._add(name, "torch")
+        return self._add(name, "torch", kernels=False)
 
-    def _add(self, name: str, framework: Framework) -> Callable:
+    def _add(self, name: str, framework: Framework, kernels: bool) -> Callable:
         def add(make):
-            self[name] = Contender(framework, make)
+            self[name] = Contender(framework, make, kernels)
             return make
 
         return add

@@ -298,19 +298,25 @@ def _work(connection, tuned: bool) -> None:
 
 
 def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
-    framework, make = importlib.import_module(module).contenders[name]
-    side = importlib.import_module(f"benchmarks.{framework}_side")
-    call, count, prepared = side.prepare(make(problem), problem, part)
+    contender = importlib.import_module(module).contenders[name]
+    side = importlib.import_module(f"benchmarks.{contender.framework}_side")
+    with contender.tracing():
+        call, count, prepared = side.prepare(contender.make(problem), problem, part)
     _PREPARED[name] = call, count
     return prepared
 
 
-def _burst(name: str, seconds: float = 0.3) -> Burst:
-    """Calls a contender for a while.
+def _burst(name: str, seconds: float = 0.15) -> Burst:
+    """Calls a prepared contender for a while."""
+    call, count = _PREPARED[name]
+    return burst(call, count, seconds=seconds)
+
+
+def burst(call: Callable[[], Any], count: int = 1, *, seconds: float) -> Burst:
+    """Calls a function, which repeats its work `count` times, for a while.
 
     The first call warms the caches, and counts only if it is the only one.
     """
-    call, count = _PREPARED[name]
     times = []
     busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
     while not times or time.perf_counter() - start < seconds:

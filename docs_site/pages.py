@@ -24,6 +24,7 @@ GUIDES = [
     "your_own",
     "which_layer",
     "pretrained",
+    "cpu",
     "tpus",
     "long_convolutions",
     "records",

@@ -10,14 +10,19 @@ from types import ModuleType
 
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Outcome
+from benchmarks.problem import NATIVE, OURS, Contenders
 
 ORDER = ("limits", "gated", "linear_recurrence", "wkv", "long_conv")
 FAMILIES = sorted(
     (module.name for module in pkgutil.iter_modules(__path__)),
     key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
 )
-TUNED = ("gated", "long_conv")
-"""The families that are also measured with the tuned allocator, which changes who is faster."""
+TUNED = {"gated": (OURS, NATIVE, "torch.nn"), "long_conv": (OURS, "torch.fft")}
+"""The families that are also measured with the tuned allocator, and their contenders with it.
+
+In these families, the allocator changes whether PyTorch is faster. The JAX packages are left out,
+because it helps them as much as ours.
+"""
 
 
 def family(name: str) -> ModuleType:
@@ -35,4 +40,7 @@ def measure(name: str, session: Session) -> Outcome:
     module = family(name)
     if hasattr(module, "measure"):
         return module.measure(session)
-    return compare(session, module.__name__, module.contenders, module.problems(session.quick))
+    contenders = module.contenders
+    if session.workers.allocator == "tuned" and name in TUNED:
+        contenders = Contenders({key: contenders[key] for key in TUNED[name]})
+    return compare(session, module.__name__, contenders, module.problems(session.quick))

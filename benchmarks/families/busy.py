@@ -11,47 +11,56 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks.families import attention, gated, plain
+from benchmarks.families import attention
+from benchmarks.families.attention import Attention
 from benchmarks.families.gated.ours_and_torch import by_method as gated_by_method
-from benchmarks.families.plain.pairs import Run, run_selective_scan, run_state_space
-from benchmarks.problem import OURS, Contenders, Function, Problem, operator, require_kernels
+from benchmarks.families.gated.problem import Gated
+from benchmarks.families.plain import Operator
+from benchmarks.families.plain.pairs import run_selective_scan, run_state_space
+from benchmarks.problem import NATIVE, OURS, Contenders, Function, Problem, operator
 from benchmarks.report.plot import RowsByAllocator, ratios
 
-XLA = "XLA"
 MAX_RATIO = 1.1
 """The largest allowed ratio of the kernels' time to XLA's."""
-MIN_STEPS = 33
-"""The number of steps from which `method="auto"` uses all kernels."""
 
 
 class Kind(NamedTuple):
-    """Problems with kernels."""
+    """Problems with kernels, and what computes them by a method."""
 
-    problems: Callable[[bool], list[Any]]
+    problems: tuple[Any, ...]
     by_method: Callable[[Any, str], Function]
-    xla: str
-    """The form that XLA computes."""
 
 
-def scan(name: str, run: Run) -> Kind:
-    """A scan of the family `plain`, in some of its sizes, and in chunks where XLA computes it."""
-
-    def problems(quick: bool) -> list[plain.Operator]:
-        found = [each for each in plain.problems(quick=False) if each.operator == name]
-        long = [each for each in found if each.sizes[1] >= MIN_STEPS]
-        return long[:1] if quick else long[::4]
-
-    def by_method(problem: Problem, method: str) -> Function:
-        return operator(problem, partial(run, method))
-
-    return Kind(problems, by_method, "chunked")
+def scan(run: Callable, operator_name: str, *sizes: tuple[int, ...]) -> Kind:
+    """A scan of the family `plain`."""
+    return Kind(
+        tuple(Operator(operator_name, each) for each in sizes),
+        lambda problem, method: operator(problem, partial(run, method)),
+    )
 
 
 KINDS = {
-    "gated": Kind(gated.problems, gated_by_method, "xla"),
-    "attention": Kind(attention.problems, attention.by_method, "small_tiles"),
-    "state space": scan("state space", run_state_space),
-    "selective scan": scan("selective_scan", run_selective_scan),
+    "gated": Kind(
+        (
+            Gated("LSTM", 128, 32, 256),
+            Gated("LSTM", 1024, 1, 256),
+            Gated("GRU", 150, 16, 200, bidirectional=True),
+        ),
+        gated_by_method,
+    ),
+    "attention": Kind(
+        (
+            Attention(64, 128, 6, 64),
+            Attention(1, 777, 8, 64, kv_heads=2, window=256),
+        ),
+        attention.by_method,
+    ),
+    "state space": scan(
+        run_state_space, "state space", (1, 300, 2, 4, 64, 64), (2, 500, 1, 32, 64, 128)
+    ),
+    "selective scan": scan(
+        run_selective_scan, "selective_scan", (1, 300, 128, 16), (4, 512, 192, 16)
+    ),
 }
 
 
@@ -73,17 +82,17 @@ class Busy(Problem):
         """The gradient of the other family."""
         return self.problem.cotangent()
 
-    def targets(self, part, platform):
+    def targets_with_kernels(self, part, platform):
         """The kernels are not slower than XLA."""
-        return {XLA: MAX_RATIO}
+        return {OURS: MAX_RATIO}
 
 
 def problems(quick: bool) -> list[Busy]:
-    """All problems that have kernels."""
+    """A few problems of each kind, beside each number of processes."""
     return [
         Busy(name, problem, num_busy)
         for name, kind in KINDS.items()
-        for problem in kind.problems(quick)
+        for problem in (kind.problems[:1] if quick else kind.problems)
         for num_busy in ((2,) if quick else (1, 2, 3))
     ]
 
@@ -93,19 +102,19 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Busy) -> Function:
+    """The form that "auto" chooses without the kernels, which XLA compiles."""
+    return KINDS[problem.kind].by_method(problem.problem, "auto")
+
+
+@contenders.jax(NATIVE, kernels=True)
+def ours_native(problem: Busy) -> Function:
     """The kernels of twinscan-native."""
-    require_kernels()
     return KINDS[problem.kind].by_method(problem.problem, "native")
-
-
-@contenders.jax(XLA)
-def xla(problem: Busy) -> Function:
-    """The form that "auto" would choose without the kernels."""
-    kind = KINDS[problem.kind]
-    return kind.by_method(problem.problem, kind.xla)
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
     """Draws the ratios of all sizes, with a line for each kind and number of busy processes."""
-    lines = {each.name: f"{each.kind}, {each.num_busy} busy" for each in problems(quick=False)}
-    return ratios(found, title, lines, XLA)
+    lines = {
+        (each.name, NATIVE): f"{each.kind}, {each.num_busy} busy" for each in problems(quick=False)
+    }
+    return ratios(found, title, lines, OURS)

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.oracle import in_float64
-from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
+from benchmarks.problem import (
+    BOTH,
+    NATIVE,
+    OURS,
+    Contenders,
+    Problem,
+    operator,
+)
 from jax_models.ops import delta_rule, gated_delta_rule
 
 LEAST_LOG_DECAY = -0.6
@@ -98,7 +105,7 @@ class StateSpace(Recurrence):
 
     groups: int
     state_size: int
-    solved_by = (OURS, DEFINITION, MAMBA2)
+    solved_by = (OURS, NATIVE, DEFINITION, MAMBA2)
 
     @property
     def name(self) -> str:
@@ -135,7 +142,6 @@ def problems(quick: bool) -> list[Recurrence]:
             StateSpace(1, 128, 4, 32, 2, 64),
         ]
     return [
-        Recurrence(4, 1024, 4, 64),
         Recurrence(4, 2048, 4, 64),
         Recurrence(1, 2048, 8, 128),
         DecayByFeature(1, 1024, 8, 64),
@@ -156,6 +162,12 @@ def ours(problem: Recurrence):
 def ours_sequential(problem: Recurrence):
     """Our operator with its loop for CPUs."""
     return operator(problem, partial(rule, "sequential"))
+
+
+@contenders.jax(NATIVE, kernels=True)
+def ours_native(problem: StateSpace):
+    """Our operator by the kernels of twinscan-native."""
+    return operator(problem, partial(rule, "native"))
 
 
 @contenders.jax(OURS_BY_KEY)

@@ -1,15 +1,16 @@
 """The first call of a model in a new process, which is traced and compiled.
 
 Every measurement starts a process, which imports its packages and builds a model before its time
-begins. XLA's persistent cache is off. The contender "plain scans" is our model with the definitions
-of its operators, which are plain `lax.scan`s. The variants of ours compile one block for all.
+begins. It is repeated once if other processes ran. XLA's persistent cache is off. The contender
+"plain scans" is our model with only the definitions of its operators, which are plain `lax.scan`s.
+The variants of ours compile one block for all.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,13 +20,23 @@ from flax import nnx
 from benchmarks.compare import Session
 from benchmarks.models import large_configs
 from benchmarks.outcome import Outcome, Row, check_targets
-from benchmarks.problem import FORWARD, OURS, CannotSolve
+from benchmarks.problem import (
+    FORWARD,
+    NATIVE,
+    OURS,
+    CannotSolve,
+    Framework,
+    only_definitions,
+    with_kernels,
+    without_kernels,
+)
 from benchmarks.report.table import show
-from benchmarks.workers import Workers
+from benchmarks.workers import QUIET_LOAD, Burst, Workers, burst
 from jax_models import (
     HawkLanguageModelConfig,
     HyenaDNALanguageModelConfig,
     RNNLanguageModelConfig,
+    RWKV7LanguageModelConfig,
 )
 
 STEP = "training step"
@@ -36,6 +47,7 @@ VOCAB_SIZE, FEATURES = 256, 192
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (4, 257), np.int32)
 
 Call = Callable[[], Any]
+Tracing = Callable[[], AbstractContextManager[None]]
 
 
 def configs(quick: bool) -> dict[str, Any]:
@@ -81,33 +93,27 @@ def jax_call(logits: Callable[[Any, Any], jax.Array], params: Any, part: str) ->
     return lambda: jax.block_until_ready(jax.jit(run)(*arguments))
 
 
-def ours(config: Any, part: str, **views: Any) -> Call:
-    """Our model, whose layers have these attributes."""
-    model = nnx.view(config.build(rngs=nnx.Rngs(0)), raise_if_not_found=False, **views)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return jax_call(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, part)
+def ours(tracing: Tracing, config: Any, part: str) -> Call:
+    """Our model, with the forms of its operators that a context leaves."""
+    graphdef, params, rest = nnx.split(config.build(rngs=nnx.Rngs(0)), nnx.Param, ...)
+    call = jax_call(lambda params, x: nnx.merge(graphdef, params, rest)(x)[0], params, part)
 
+    def first():
+        with tracing():
+            return call()
 
-def plain(config: Any, part: str) -> Call:
-    """Our model with the definitions of its operators."""
-    if isinstance(config, HyenaDNALanguageModelConfig):
-        raise CannotSolve("its convolutions have no scans")
-    return ours(config, part, method="definition")
+    return first
 
 
 def as_one_block(config: Any, part: str, **options: Any) -> Call:
     """Our model, of whose blocks only one is compiled."""
-    if not hasattr(config, "scan_layers"):
-        raise CannotSolve("it has no such option")
-    return ours(dataclasses.replace(config, **options), part)
+    return ours(without_kernels, dataclasses.replace(config, **options), part)
 
 
 def equinox(config: Any, part: str) -> Call:
     """An LSTM with the cells of Equinox, in a `lax.scan` for each layer."""
     import equinox as eqx  # pyright: ignore[reportMissingImports]
 
-    if not isinstance(config, RNNLanguageModelConfig):
-        raise CannotSolve("it has no such layer")
     key = jax.random.key(0)
     embedding = eqx.nn.Embedding(VOCAB_SIZE, FEATURES, key=key)
     cells = [eqx.nn.LSTMCell(FEATURES, FEATURES, key=key) for _ in range(config.num_layers)]
@@ -139,8 +145,6 @@ def transformers(config: Any, part: str) -> Call:
     import torch
     from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
-    if not hasattr(config, "to_hf"):
-        raise CannotSolve("it has no such model")
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.tensor(TOKENS[:, :-1], dtype=torch.long)
@@ -152,65 +156,86 @@ def transformers(config: Any, part: str) -> Call:
     return partial(torch.no_grad()(model), tokens) if part == FORWARD else step
 
 
-CONTENDERS: dict[str, tuple[Any, Callable[[Any, str], Call]]] = {
-    OURS: ("jax", ours),
-    f"{OURS}, scan_layers": ("jax", partial(as_one_block, scan_layers=True)),
-    f'{OURS}, remat="full"': ("jax", partial(as_one_block, remat="full")),
-    PLAIN: ("jax", plain),
-    "equinox": ("jax", equinox),
-    "transformers": ("torch", transformers),
+class Contender(NamedTuple):
+    """A contender, and the models and parts that it solves."""
+
+    framework: Framework
+    make: Callable[[Any, str], Call]
+    solves: Callable[[Any, str], bool] = lambda config, part: True
+
+
+def is_large_step(config: Any, part: str) -> bool:
+    """Whether it is a training step of an architecture whose blocks take long to compile."""
+    return part == STEP and config.family in large_configs()
+
+
+def has_kernels(config: Any, part: str) -> bool:
+    """Whether twinscan-native has kernels for the model."""
+    return not isinstance(config, HyenaDNALanguageModelConfig | RWKV7LanguageModelConfig)
+
+
+CONTENDERS = {
+    OURS: Contender("jax", partial(ours, without_kernels)),
+    NATIVE: Contender("jax", partial(ours, with_kernels), has_kernels),
+    f"{OURS}, scan_layers": Contender(
+        "jax", partial(as_one_block, scan_layers=True), is_large_step
+    ),
+    f'{OURS}, remat="full"': Contender("jax", partial(as_one_block, remat="full"), is_large_step),
+    PLAIN: Contender(  # Hyena's convolutions have no scans
+        "jax",
+        partial(ours, only_definitions),
+        lambda config, part: not isinstance(config, HyenaDNALanguageModelConfig),
+    ),
+    "equinox": Contender(
+        "jax", equinox, lambda config, part: isinstance(config, RNNLanguageModelConfig)
+    ),
+    "transformers": Contender("torch", transformers, lambda config, part: hasattr(config, "to_hf")),
 }
 
 
-def seconds(name: str, config: Any, part: str) -> float:
-    """The seconds of a contender's first call. Runs in a new process."""
-    _, make = CONTENDERS[name]
-    call = make(config, part)
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def first_burst(name: str, config: Any, part: str) -> Burst:
+    """A contender's first call. Runs in a new process."""
+    return burst(CONTENDERS[name].make(config, part), seconds=0)
 
 
 def measure(session: Session) -> Outcome:
     """Measures all models."""
     outcome = Outcome()
     for model, config in configs(session.quick).items():
-        found = session.measure_once(
-            f"{__name__}: {model}", partial(measure_model, session, model, config)
-        )
-        show(session.console, found)
-        outcome += found
+        for part in (FORWARD, STEP):
+            found = session.measure_once(
+                f"{__name__}: {model}, {part}", partial(measure_part, session, model, config, part)
+            )
+            show(session.console, found)
+            outcome += found
     return outcome
 
 
-def measure_model(session: Session, model: str, config: Any) -> Outcome:
-    """Takes the median of each contender's first calls, in turn."""
+def measure_part(session: Session, model: str, config: Any, part: str) -> Outcome:
+    """Measures the first call of each contender, and once more if other processes ran."""
     outcome = Outcome()
-    for part in (FORWARD, STEP):
-        turns: dict[str, list[float]] = {}
-        for _ in range(1 if session.quick else 3):
-            for name, (framework, _) in CONTENDERS.items():
-                if f"{name} ({model})" in outcome.left_out:
-                    continue
+    for name, contender in CONTENDERS.items():
+        if not contender.solves(config, part):
+            continue
+        bursts: list[Burst] = []
+        try:
+            while len(bursts) < 2 and all(each.others > QUIET_LOAD for each in bursts):
                 with Workers(session.workers.platform, session.workers.allocator) as new:
-                    try:
-                        turns.setdefault(name, []).append(
-                            new.call(framework, seconds, name, config, part)
-                        )
-                    except (ImportError, CannotSolve) as error:
-                        outcome.left_out[f"{name} ({model})"] = str(error)
-        rows = [
+                    bursts.append(new.call(contender.framework, first_burst, name, config, part))
+        except (ImportError, CannotSolve) as error:
+            outcome.left_out[f"{name} ({model})"] = str(error)
+            continue
+        quietest = min(bursts, key=lambda each: each.others)
+        outcome.rows.append(
             Row(
                 model,
                 part,
                 name,
-                CONTENDERS[name][0],
-                1e3 * float(np.median(times)),
-                calls=len(times),
+                contender.framework,
+                1e3 * quietest.times[0],
+                disturbed=quietest.others > QUIET_LOAD,
             )
-            for name, times in turns.items()
-            if times
-        ]
-        outcome.rows += rows
-        outcome.checks += check_targets(rows, {PLAIN: MAX_RATIO})
+        )
+    target = {PLAIN: MAX_RATIO}
+    outcome.checks = check_targets(outcome.rows, {OURS: target, NATIVE: target})
     return outcome

@@ -73,9 +73,9 @@ class Greedy(Problem):
     """The config of the model."""
     batch: int
     solved_by: tuple[str, ...] | None
-    num_tokens: int = 64
+    num_tokens: int = 32
     parts = (GREEDY_PART,)
-    rounds = 5
+    rounds = 3
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ def greedy(quick: bool) -> list[Greedy]:
     sizes = {"num_layers": 1, "features": 192} if quick else {}
     rwkv, *others = large_configs(**sizes).values()
     return [
-        *(Greedy(rwkv, batch, (OURS, STEPS, PACKAGE)) for batch in ((2,) if quick else (1, 16))),
+        *(Greedy(rwkv, batch, (OURS, STEPS, PACKAGE)) for batch in ((2,) if quick else (1, 8))),
         *(Greedy(config, 1, (OURS, STEPS, TRANSFORMERS)) for config in others[: 1 if quick else 4]),
     ]
 

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.outcome import Row
-from benchmarks.problem import OURS
 from benchmarks.report.table import milliseconds
 
 matplotlib.use("Agg")
@@ -72,10 +71,12 @@ def _bars(panel, found: RowsByAllocator) -> None:
     panel.tick_params(labelsize=8)
 
 
-def ratios(found: RowsByAllocator, title: str, lines: Mapping[str, str], against: str) -> Figure:
-    """Draws our time over that of a contender, with a panel for each part.
+def ratios(
+    found: RowsByAllocator, title: str, lines: Mapping[tuple[str, str], str], against: str
+) -> Figure:
+    """Draws our times over those of another contender, with a panel for each part.
 
-    `lines` maps the name of each problem to the line on which it is drawn.
+    `lines` maps the names of each problem and contender of ours to the line of their ratio.
     """
     labels = list(dict.fromkeys(lines.values()))
     parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
@@ -84,13 +85,13 @@ def ratios(found: RowsByAllocator, title: str, lines: Mapping[str, str], against
         for rows in found.values():
             times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
             measured = [
-                problem
+                (problem, name)
                 for problem, name in times
-                if name == OURS and (problem, against) in times and problem in lines
+                if (problem, name) in lines and (problem, against) in times
             ]
             panel.plot(
-                [times[problem, OURS] / times[problem, against] for problem in measured],
-                [labels.index(lines[problem]) for problem in measured],
+                [times[key] / times[key[0], against] for key in measured],
+                [labels.index(lines[key]) for key in measured],
                 "o",
                 alpha=0.5,
             )
@@ -99,7 +100,7 @@ def ratios(found: RowsByAllocator, title: str, lines: Mapping[str, str], against
         panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
         panel.set_yticks(range(len(labels)), labels)
         panel.invert_yaxis()
-        panel.set_xlabel(f"{part}: our time / that of {against}")
+        panel.set_xlabel(f"{part}: time / that of {against}")
     figure.suptitle(title)
     return figure
 

@@ -70,8 +70,15 @@ def refusal_of_symbolic(*sizes: Any) -> str | None:
 
 def not_installed(name: str, package: str, command: str) -> Form:
     """Stands for a form of a package that is not installed. `command` installs the package."""
-    reason = f"the package {package} is not installed ({command})"
-    return Form(name, never_refuses, refusal=lambda call: reason)
+
+    def refusal(call: Any) -> str:
+        return f"it needs the package {package} ({command}){broken_packages(ENTRY_POINTS)}"
+
+    return Form(name, never_refuses, refusal=refusal)
+
+
+NATIVE = not_installed("native", "twinscan-native", "pip install ./native")
+"""Stands for a form of `twinscan-native`, the compiled kernels for CPUs."""
 
 
 class Operator(NamedTuple):
@@ -126,8 +133,7 @@ class Operator(NamedTuple):
         if self.checked_method(method) != "auto":
             form = self.forms[method]
             if reason := form.refusal(call):
-                other = next(f for f in self.own_forms if not f.platforms and not f.refusal(call))
-                raise NotImplementedError(f"method={method!r}: {reason}; use method={other.name!r}")
+                raise NotImplementedError(f"method={method!r}: {reason}; use method='auto'")
             if self.derivative is None or form is self.own_forms[-1]:
                 return form.run(call)
             return _compiled_with_derivative(self, method, (("default", form),), call)
@@ -290,7 +296,7 @@ def forms_of(
           xla         runs
           cudnn       it needs an NVIDIA GPU, and JAX finds none
           definition  "xla" is preferred
-          native      the package twinscan-native is not installed (pip install ./native)
+          native      it needs the package twinscan-native (pip install ./native)
 
     The call is traced, but not run.
 

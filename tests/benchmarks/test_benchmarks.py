@@ -1,5 +1,7 @@
 """The machinery of the benchmarks, on tiny shapes."""
 
+import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -9,16 +11,26 @@ import signal
 import threading
 from functools import partial
 
+import jax
 import pytest
+from rich.console import Console
 
 from benchmarks import families, workers
 from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
 from benchmarks.compare import Session
 from benchmarks.environment import Environment
-from benchmarks.families import gated, limits, plain
+from benchmarks.families import attention, busy, delta_rule, first_call, gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
-from benchmarks.problem import BOTH, FORWARD, OURS, Limits
+from benchmarks.problem import (
+    BOTH,
+    FORWARD,
+    NATIVE,
+    OURS,
+    Limits,
+    only_definitions,
+    without_kernels,
+)
 from benchmarks.report.overview import SHOWN
 from benchmarks.report.page import page
 from benchmarks.report.store import (
@@ -31,6 +43,7 @@ from benchmarks.report.store import (
 )
 from benchmarks.resume import FILE
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
+from jax_models import ops
 from twinscan.command_line import CommandLineError
 
 
@@ -232,7 +245,56 @@ def test_a_family_has_what_the_command_needs(name):
         assert {OURS} <= {*(problem.solved_by or module.contenders)} <= {*module.contenders}
         for part in problem.parts:
             against = {"torch", "JAX peer", "limit", *module.contenders}
-            assert set(problem.targets(part, "cpu")) <= against
+            for targets in (problem.targets, problem.targets_with_kernels):
+                assert set(targets(part, "cpu")) <= against
+
+
+@pytest.mark.parametrize("name", families.TUNED)
+def test_with_the_tuned_allocator_a_family_is_compared_with_pytorch_only(monkeypatch, name):
+    monkeypatch.setattr(families, "compare", lambda session, module, contenders, _: contenders)
+    all_of_it, tuned = (
+        families.measure(name, Session(Workers("cpu", allocator), Console()))
+        for allocator in ("default", "tuned")
+    )
+    assert tuned.items() < all_of_it.items()
+    assert {each.framework for key, each in tuned.items() if not key.startswith(OURS)} == {"torch"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("twinscan_native") is None, reason="twinscan-native is not installed"
+)
+@pytest.mark.parametrize("family", [attention, busy, delta_rule, gated, plain])
+def test_only_contenders_with_kernels_run_those_of_twinscan_native(family):
+    """The others are traced as on a machine without the package, whatever is installed."""
+    chosen = {True: set(), False: set()}
+    for problem, (name, contender) in itertools.product(
+        family.problems(False)[::-6], family.contenders.items()
+    ):
+        is_solved = problem.solved_by is None or name in problem.solved_by
+        if is_solved and name in (OURS, NATIVE):
+            function = contender.make(problem)
+            with contender.tracing():
+                tables = ops.forms_of(function.apply, function.params)
+            chosen[contender.kernels] |= {table.chosen for table in tables}
+    assert "native" in chosen[True]
+    assert "native" not in chosen[False]
+
+
+@pytest.mark.parametrize("model", ["LSTM", "Hawk", "RWKV-7", "Qwen3.5", "Granite 4"])
+def test_plain_scans_run_only_definitions(model):
+    config = dataclasses.replace(first_call.configs(False)[model], num_layers=4)
+    call = first_call.CONTENDERS[first_call.PLAIN].make(config, FORWARD)
+    assert {table.chosen for table in ops.forms_of(call)} == {"definition"}
+
+
+def test_a_program_is_traced_again_if_fewer_forms_are_available():
+    x = jax.numpy.ones((1, 100, 1, 8))
+    run = jax.jit(lambda x: ops.attention(x, x, x))
+    texts = []
+    for tracing in (without_kernels, only_definitions, without_kernels):
+        with tracing():
+            texts.append(run.lower(x).as_text())
+    assert texts[0] == texts[2] != texts[1]
 
 
 def row(name: str, ms: float, framework="jax", **fields) -> Row:
@@ -240,19 +302,25 @@ def row(name: str, ms: float, framework="jax", **fields) -> Row:
 
 
 def test_targets_are_against_the_fastest_peer_that_computes_the_same():
+    variant = f"{OURS}, variant"
     rows = [
         row(OURS, 2.0, limit_ms=1.0),
-        row(f"{OURS}, variant", 0.1),
+        row(variant, 0.1),
+        row(NATIVE, 1.0),
         row("slow", 8.0),
         row("fast", 4.0),
         row("other", 1.0, error=0.1),
         row("torch", 1.0, "torch"),
     ]
-    checks = check_targets(rows, {"JAX peer": 0.5, "torch": 1.9, "limit": 0.6, "absent": 1.0})
+    targets = {"JAX peer": 0.5, "torch": 1.9, "limit": 0.6, "absent": 1.0, variant: 10.0}
+    checks = check_targets(rows, {OURS: targets, NATIVE: {"JAX peer": 0.2, OURS: 0.5}})
     assert [(c.what, c.value, c.verdict) for c in checks] == [
         (f"{OURS} / fast", 0.5, "pass"),
         (f"{OURS} / torch", 2.0, "tie"),
-        ("share of the limit", 0.5, "MISS"),
+        (f"{OURS}, share of the limit", 0.5, "MISS"),
+        (f"{OURS} / {variant}", 20.0, "MISS"),
+        (f"{NATIVE} / fast", 0.25, "MISS"),
+        (f"{NATIVE} / {OURS}", 0.5, "pass"),
     ]
 
 

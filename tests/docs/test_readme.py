@@ -167,6 +167,16 @@ def test_the_page_of_architectures_and_the_changelog_name_every_model():
         assert not [config for config in architectures() if model_of(config) not in text]
 
 
+def test_the_guide_to_cpus_lists_the_kernels():
+    """Each operator with kernels has a row, with the number of steps from which they run."""
+    native = pytest.importorskip("twinscan_native.forms")
+    page = (ROOT / "docs" / "guides" / "cpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*?`ops\.(\w+)`.* \| (\d+) or more \|", page, re.MULTILINE)
+    modules = {name: form.pays.__module__ for name, (form,) in native.FORMS.items()}
+    least = {name: importlib.import_module(module).MIN_STEPS for name, module in modules.items()}
+    assert rows == [(name, str(steps)) for name, steps in least.items()]
+
+
 # A model is recurrent if its source has either of these: its state cannot go back to an earlier
 # token, or some layers need a mask of padding because they do not attend. MiniMax, LFM2 and Inkling
 # lack the first, and RWKV, Mamba, xLSTM and RecurrentGemma the second.

@@ -66,8 +66,11 @@ def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["auto", "small_tiles", "definition"])
 @pytest.mark.parametrize(("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf)])
-def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch, faulty, number):
+def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(
+    monkeypatch, faulty, number, method
+):
     """In these steps, the head's outputs are NaN and pass on no gradient."""
     monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 16)
     time, window, step = 30, 6, 11
@@ -83,7 +86,7 @@ def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch
     @jax.jit
     def run(arrays):
         def attend(arrays):
-            y = ops.local_attention(**arrays, state=state)[0]
+            y = ops.local_attention(**arrays, state=state, method=method)[0]
             return jnp.sum(jnp.where(touched[None, ..., None], 0, y)), y
 
         return jax.grad(attend, has_aux=True)(arrays)

@@ -222,5 +222,5 @@ def test_is_exported_without_cudnn(one_gpu):
 def test_refuses_with_the_reason_and_the_way_out(reason, options, kwargs):
     layer = build("cudnn", **options)
     x = kwargs.pop("x", np.ones((BATCH, TIME, FEATURES), np.float32))
-    with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
+    with pytest.raises(NotImplementedError, match=f"{reason}.*method='auto'"):
         layer(jnp.asarray(x, options.get("dtype")), **kwargs)

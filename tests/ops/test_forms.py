@@ -338,7 +338,7 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     """Results and gradients agree in float64. Results in the padding do not matter."""
     monkeypatch.setattr(tiles, "TILE", 16)
     monkeypatch.setattr(tiles, "LARGE_TILE", 16)
-    monkeypatch.setattr(tiles, "PART", 64)  # one head of keys of one row of the batch
+    monkeypatch.setattr(tiles, "MAX_SCORES", 64)  # one head of keys of one row of the batch
     run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
     rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))
 
@@ -357,6 +357,18 @@ def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
         pytest.skip(str(error))
     expected = with_gradients(operator.own_forms[-1].name, *arrays)
     jax.tree.map(partial(assert_same, what=f"{form.name} and the definition"), found, expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("operator", "form", "kind", "seed"), [f for f in FORMS if not f.marks])
+def test_takes_an_empty_batch(operator, form, kind, seed):
+    draw = Draw(seed)
+    draw.sizes["B"] = 0
+    run, arrays, _ = CALLS[operator.name][0](kind, draw)
+    try:
+        jax.eval_shape(lambda *arrays: jax.vjp(partial(run, form.name), *arrays)[0], *arrays)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
@@ -471,12 +483,10 @@ def test_equal_calls_outside_of_jit_compile_once(compilations):
 def test_a_method_is_a_form_or_an_error():
     x = jnp.arange(3.0)
     np.testing.assert_array_equal(scale(x, "derived"), 3 * x)
-    with pytest.raises(
-        NotImplementedError, match="'small': it takes 2 numbers; use method='derived'"
-    ):
+    with pytest.raises(NotImplementedError, match="'small': it takes 2 numbers; use method='auto'"):
         scale(x, "small")
     with pytest.raises(
-        NotImplementedError, match=r"scales is not installed \(pip install scales\)"
+        NotImplementedError, match=r"needs the package scales \(pip install scales\)"
     ):
         scale(x, "elsewhere")
     with pytest.raises(ValueError, match=r"^method: .* 'definition', 'elsewhere'\], got 'large'"):
@@ -530,7 +540,7 @@ def test_forms_of_shows_the_choice_and_its_reasons():
         "  small       it takes 2 numbers",
         "  derived     it is not likely to be faster",
         "  on a cpu    it runs on cpu",
-        "  elsewhere   the package scales is not installed (pip install scales)",
+        "  elsewhere   it needs the package scales (pip install scales)",
     ]
     [table] = ops.forms_of(scale, jnp.arange(3.0), differentiated=True)
     assert (table.platform, table.chosen) == ("cpu", "derived")
@@ -616,6 +626,8 @@ def test_a_broken_package_stops_nothing_else(install):
         np.testing.assert_array_equal(scale(x), 2 * x)
     with pytest.raises(ValueError, match=r"got 'tenfold' \(broken packages: broken: Module"):
         scale(x, "tenfold")
+    with pytest.raises(NotImplementedError, match=r"scales\) \(broken packages: broken: Module"):
+        scale(x, "elsewhere")
 
 
 def test_two_forms_of_one_name_are_an_error(install):

@@ -517,7 +517,7 @@ REFUSED = {
 def test_refuses_with_the_reason_and_the_way_out(reason, always_pays):
     """With "auto", XLA runs what the kernels do not support."""
     layer, x = REFUSED[reason]
-    with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
+    with pytest.raises(NotImplementedError, match=f"{reason}.*method='auto'"):
         layer(method="native")(x)
     assert "native" not in str(jax.make_jaxpr(layer(method="auto").__call__)(x))
 
@@ -534,7 +534,7 @@ def test_says_how_to_install_the_kernels(monkeypatch):
     monkeypatch.setattr(forms, "_forms", forms._forms.__wrapped__)
     monkeypatch.setattr(forms, "_packages", list)
     layer = build("LSTM", "native", dtype=jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='xla'"):
+    with pytest.raises(NotImplementedError, match=r"pip install \./native.*method='auto'"):
         layer(X)
     layer = build("LSTM", "auto", dtype=jnp.float32)
     assert "native" not in str(jax.make_jaxpr(layer.__call__)(X))

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 import jax_models
 from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
-from benchmarks.problem import OURS, Contenders, Function, require_kernels
+from benchmarks.problem import NATIVE, OURS, Contenders, Function
 from jax_models import from_torch, to_torch
 
 contenders = Contenders()
@@ -16,13 +15,12 @@ contenders = Contenders()
 @contenders.jax(OURS)
 def ours(problem: Gated):
     """Our layer, without the kernels of twinscan-native, which are a contender of their own."""
-    return by_method(problem, "xla" if jax.default_backend() == "cpu" else "auto")
+    return by_method(problem, "auto")
 
 
-@contenders.jax(f"{OURS}, native")
+@contenders.jax(NATIVE, kernels=True)
 def ours_native(problem: Gated):
     """Our layer by the kernels of twinscan-native."""
-    require_kernels()
     return by_method(problem, "native")
 
 

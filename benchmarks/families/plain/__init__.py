@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import defaultdict
 
 import jax
 import numpy as np
@@ -9,9 +10,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.compare import Session, compare
 from benchmarks.families.plain.pairs import PAIRS, Pair
-from benchmarks.oracle import in_float64
 from benchmarks.outcome import Check, Outcome
-from benchmarks.problem import OURS, Contenders, Problem, operator
+from benchmarks.problem import NATIVE, OURS, Contenders, Problem, operator
 from benchmarks.report.plot import RowsByAllocator, ratios
 
 PLAIN = "plain"
@@ -25,7 +25,8 @@ class Operator(Problem):
 
     operator: str
     sizes: tuple[int, ...]
-    rounds = 3
+    solved_by: tuple[str, ...] | None = None
+    rounds = 2
 
     @property
     def name(self) -> str:
@@ -46,10 +47,6 @@ class Operator(Problem):
         y = jax.eval_shape(lambda arrays: self.pair.plain(**arrays), self.arrays())
         return np.random.default_rng(1).standard_normal(y.shape, np.float32)
 
-    def oracle(self):
-        """Computes the plain version in float64."""
-        return in_float64(self.pair.plain, self.arrays(), self.cotangent())
-
     def targets(self, part, platform):
         """No operator takes longer than its plain version."""
         return {PLAIN: 1.0}
@@ -58,7 +55,7 @@ class Operator(Problem):
 def problems(quick: bool) -> list[Operator]:
     """Small, large, odd and even sizes, with one row or many."""
     return [
-        Operator(name, sizes)
+        Operator(name, sizes, None if pair.has_kernels else (OURS, PLAIN))
         for name, pair in PAIRS.items()
         for sizes in (pair.sizes[:1] if quick else pair.sizes)
     ]
@@ -69,7 +66,13 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Operator):
-    """Our operator, with `method="auto"`."""
+    """Our operator, with `method="auto"`, which chooses among the forms without kernels."""
+    return operator(problem, problem.pair.ours)
+
+
+@contenders.jax(NATIVE, kernels=True)
+def ours_native(problem: Operator):
+    """Our operator, which may also choose the kernels of twinscan-native."""
     return operator(problem, problem.pair.ours)
 
 
@@ -86,15 +89,19 @@ def measure(session: Session) -> Outcome:
     for name, part in itertools.product(PAIRS, Operator.parts):
         problem_names = {each.name for each in measured if each.operator == name}
         rows = [r for r in outcome.rows if r.problem in problem_names and r.part == part]
-        ours, plain = (
-            sum(row.compile_s or 0.0 for row in rows if row.name == contender)
-            for contender in (OURS, PLAIN)
-        )
-        what = "seconds to compile / plain"
-        outcome.checks.append(Check(name, part, what, ours / plain, MAX_COMPILE_RATIO))
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for row in rows:
+            seconds[row.name] += row.compile_s or 0.0
+        for contender in (each for each in (OURS, NATIVE) if each in seconds):
+            what = f"{contender} / {PLAIN}, seconds to compile"
+            ratio = seconds[contender] / seconds[PLAIN]
+            outcome.checks.append(Check(name, part, what, ratio, MAX_COMPILE_RATIO))
     return outcome
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
-    """Draws the ratios of all sizes, with a line for each operator."""
-    return ratios(found, title, {each.name: each.operator for each in problems(quick=False)}, PLAIN)
+    """Draws the ratios of all sizes, with a line for each operator, and one for its kernels."""
+    lines = {(each.name, OURS): each.operator for each in problems(quick=False)}
+    with_kernels = [each for each in problems(quick=False) if each.pair.has_kernels]
+    lines |= {(each.name, NATIVE): f"{each.operator}, native" for each in with_kernels}
+    return ratios(found, title, lines, PLAIN)

@@ -1,6 +1,5 @@
 """The operators, their plain versions, the arrays they get, and the measured sizes."""
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +23,8 @@ class Pair(NamedTuple):
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
     """The measured sizes, in the order in which `draw` takes them."""
+    has_kernels: bool = False
+    """Whether twinscan-native has kernels for the operator."""
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -262,18 +263,12 @@ def gated_by(method: str, recurrence, state_type):
     return run
 
 
-def gated(name: str, recurrence, state_type, gates: int) -> dict[str, Pair]:
-    """A gated recurrence by XLA, and by native kernels if they are installed.
-
-    "auto" would choose the native kernels, where they are installed.
-    """
-    xla, native, definition = (
-        gated_by(method, recurrence, state_type) for method in ("xla", "native", "definition")
+def gated(recurrence, state_type, gates: int) -> Pair:
+    """A gated recurrence."""
+    auto, definition = (
+        gated_by(method, recurrence, state_type) for method in ("auto", "definition")
     )
-    pairs = {name: Pair(draw_gated(gates), xla, definition, GATED)}
-    if importlib.util.find_spec("twinscan_native"):
-        pairs[f"{name}, native"] = Pair(draw_gated(gates), native, definition, GATED)
-    return pairs
+    return Pair(draw_gated(gates), auto, definition, GATED, has_kernels=True)
 
 
 GATED = (
@@ -284,9 +279,7 @@ GATED = (
     (2, 333, 40, 77),
     (3, 100, 30, 150),
     (7, 60, 100, 333),
-    (8, 150, 64, 128),
     (16, 60, 640, 640),
-    (16, 150, 200, 200),
     (30, 50, 80, 400),
     (32, 128, 256, 256),
     (64, 32, 512, 512),
@@ -344,16 +337,22 @@ def run_local_attention(method, q, k, v, window):
 
 
 PAIRS: Mapping[str, Pair] = {
-    "delta_rule": by_definition(ops.delta_rule, draw_delta_rule, MATRICES),
+    # Two ways to call one operator share its sizes.
+    "delta_rule": by_definition(ops.delta_rule, draw_delta_rule, MATRICES[::2]),
     "wkv7": by_definition(
-        partial(ops.delta_rule, min_log_w=LEAST_LOG_DECAY), draw_delta_rule, MATRICES
+        partial(ops.delta_rule, min_log_w=LEAST_LOG_DECAY), draw_delta_rule, MATRICES[1::2]
     ),
     "wkv6": by_definition(ops.delta_rule, draw_wkv6, MATRICES),
     "gated_delta_rule": by_definition(ops.gated_delta_rule, draw_gated_delta_rule, MATRICES),
     "kimi delta attention": by_definition(
-        ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES
+        ops.gated_delta_rule, draw_kimi_delta_attention, MATRICES[::2]
     ),
-    "state space": Pair(draw_state_space, *by_form(run_state_space), STATE_SPACES),
+    "state space": Pair(
+        draw_state_space,
+        *by_form(run_state_space),
+        STATE_SPACES,
+        has_kernels=True,
+    ),
     "wkv": Pair(draw_wkv, *by_form(run_wkv), ROWS),
     "linear_recurrence": Pair(draw_linear_recurrence, *by_form(run_linear_recurrence), ROWS),
     "min_gru": min_rnn(ops.min_gru, 2),
@@ -375,10 +374,11 @@ PAIRS: Mapping[str, Pair] = {
             (16, 64, 100, 16),
             (32, 40, 64, 8),
         ),
+        has_kernels=True,
     ),
-    **gated("lstm", ops.lstm, ops.LSTMState, 4),
-    **gated("gru", ops.gru, ops.GRUState, 3),
-    **gated("rnn", ops.rnn, ops.RNNState, 1),
+    "lstm": gated(ops.lstm, ops.LSTMState, 4),
+    "gru": gated(ops.gru, ops.GRUState, 3),
+    "rnn": gated(ops.rnn, ops.RNNState, 1),
     "grouped_dot": Pair(
         draw_grouped_dot,
         *by_form(run_grouped_dot),

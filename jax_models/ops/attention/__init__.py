@@ -16,7 +16,7 @@ from jax_models.ops.attention.definition import (
     keys_and_mask,
     masked_attention,
 )
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 ATTENTION = Operator(
@@ -26,7 +26,7 @@ ATTENTION = Operator(
         Form("large_tiles", tiles.run_large),
         Form("definition", definition.run),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 
 AttentionMethod = Annotated[str, "auto or the name of a form"]
@@ -51,20 +51,21 @@ def attention(
 
     Without a mask, attention is causal: step t sees the steps up to t or, with a `window`, the last
     `window` steps up to t. It is computed tile by tile, also backward, so that memory is linear in
-    the number of steps. `method` names the form that runs: "native", which is the package
-    `twinscan-native` and runs on CPUs, without a cache; "small_tiles", which "auto" chooses on a
-    CPU otherwise; "large_tiles"; or "definition". The definition computes all scores at once. It is
-    the only form with a mask or dropout.
+    the number of steps. `method` names the form that runs: "native" (the package twinscan-native:
+    CPUs, no cache), "small_tiles" (for CPUs), "large_tiles" (for accelerators) or "definition",
+    which computes all scores at once and is the only form with a mask or dropout. "auto" chooses
+    the one that is likely to be the fastest.
 
     Each head of k and v is shared by `heads / kv_heads` neighboring heads of q. The heads of v may
     have another size than those of q and k.
 
     The softmax is in at least float32, and `dropout` is applied to its weights. If the query of a
-    step is not finite, or any key or value in its mask, the output of the step is NaN, and other
-    steps are unaffected. If the mask of a step contains no key, the output is zero.
+    step, or any key or value in its mask, is not finite in a head, the output of this head is NaN.
+    Other heads and steps are unaffected. If the mask of a step contains no key, the output is zero.
 
     Raises:
-        NotImplementedError: tiles are asked for with a mask or dropout.
+        NotImplementedError: the form that `method` names does not support the call, such as any
+            form but the definition with a mask or dropout.
         ValueError: the heads or the shapes do not fit each other, both a mask and a window are
             given, there is no such method, or without a mask, k has another number of steps than q.
 

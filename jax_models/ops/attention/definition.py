@@ -71,17 +71,18 @@ def masked_attention(
 ) -> Float[Array, "batch time heads value_features"]:
     """Computes `softmax(q kᵀ / √head_features) v` of each head, over the keys in a step's mask.
 
-    The output of a step is NaN if its query, or a key or value in its mask, is not finite, and zero
-    if its mask is empty.
+    The output of a head is NaN in the steps whose query, or a key or value in their mask, is not
+    finite in this head. It is zero if the mask is empty.
     """
-    q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
+    batch, time, heads, features = q.shape
+    groups = (k.shape[2], heads // k.shape[2])
+    q_faulty, k_faulty, v_faulty = (~jnp.isfinite(a).all(axis=-1) for a in (q, k, v))
     keys_faulty = k_faulty | v_faulty
-    faulty = q_faulty | jnp.any(mask & keys_faulty[:, None], axis=2)
+    sees_faulty = jnp.any(mask[..., None] & keys_faulty[:, None], axis=2)
+    faulty = q_faulty | jnp.repeat(sees_faulty, groups[1], axis=2)
     q = _zero_where(q_faulty, q)
     k, v = (_zero_where(keys_faulty, a) for a in (k, v))  # a weight of 0 times NaN would be NaN
 
-    batch, time, heads, features = q.shape
-    groups = (k.shape[2], heads // k.shape[2])
     q = q.reshape(batch, time, *groups, features)
     scores = jnp.einsum("btkgf,bskf->bkgts", q, k, preferred_element_type=carry_dtype(q.dtype))
     scores = scores.reshape(batch, heads, time, k.shape[1])
@@ -94,11 +95,11 @@ def masked_attention(
     weights = weights if dropout is None else dropout(weights)
     weights = weights.reshape(batch, *groups, time, k.shape[1])
     y = jnp.einsum("bkgts,bskf->btkgf", weights, v).reshape(batch, time, heads, v.shape[3])
-    return jnp.where(faulty[..., None, None], jnp.nan, _zero_where(empty, y))
+    return jnp.where(faulty[..., None], jnp.nan, _zero_where(empty[..., None], y))
 
 
-def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps heads features"]):
-    return jnp.where(steps[..., None, None], 0, x)
+def _zero_where(heads: Bool[Array, "batch steps _"], x: Float[Array, "batch steps heads features"]):
+    return jnp.where(heads[..., None], 0, x)
 
 
 def past_steps(

@@ -24,11 +24,12 @@ TILE, LARGE_TILE = 256, 512
 The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
 products.
 """
-PART = 2 * TILE**2
-"""The largest number of scores of the tiles that are computed together on a CPU.
+MAX_SCORES = 2 * TILE**2
+"""The largest number of scores that are computed at once on a CPU.
 
-More heads and rows of the batch than that are computed in parts, one after another, because writing
-all of q, k, v and the scores to fresh memory takes longer than the products of short sequences.
+If the tiles of all heads and rows of the batch have more, a few heads and rows are computed at a
+time, because writing all of q, k, v and the scores to fresh memory takes longer than the products
+of short sequences.
 """
 
 
@@ -64,7 +65,7 @@ def _small(call: CausalAttention) -> tuple[Tiling, Parts]:
     tiling = _tiling(call, TILE if is_long else TILE // 2)
     # A loop over slices would copy a cache, and gather a batch that is divided over devices.
     in_parts = not call.past.keys.shape[1] and runs_on_one_device("cpu")
-    return tiling, Parts.of(call.q, call.k, tiling, PART) if in_parts else WHOLE
+    return tiling, Parts.of(call.q, call.k, tiling, MAX_SCORES) if in_parts else WHOLE
 
 
 def _large(call: CausalAttention) -> tuple[Tiling, Parts]:
@@ -229,12 +230,12 @@ def _gradient_part(tiling: Tiling, residuals, cotangents):
     def add_past(carry, keys: _Keys, start):
         dq, *d_past = carry
         dq, dk, dv = gradients(keys, tiling.past_pairs(), dq)
-        parts = (scale * dk.mT, dv.mT)
+        of_tile = (scale * dk.mT, dv.mT)
         return dq, *(
             lax.dynamic_update_slice_in_dim(
-                whole, before + untiled(part, before).astype(before.dtype), start, axis=1
+                whole, before + untiled(found, before).astype(before.dtype), start, axis=1
             )
-            for whole, part in zip(d_past, parts, strict=True)
+            for whole, found in zip(d_past, of_tile, strict=True)
             for before in [lax.dynamic_slice_in_dim(whole, start, tiling.past_tile, axis=1)]
         )
 

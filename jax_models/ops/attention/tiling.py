@@ -66,14 +66,14 @@ class Parts(NamedTuple):
     heads: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, tiling: Tiling, largest: int) -> "Parts":
-        """Chooses the fewest parts whose tiles have at most `largest` scores, or one head each."""
+    def of(cls, q: Array, k: Array, tiling: Tiling, most: int) -> "Parts":
+        """Chooses the fewest parts with at most `most` scores in their tiles, or one head each."""
         batch, _, heads, features = q.shape
         if is_symbolic_dim(batch) or not batch:
             return WHOLE
 
         def fewest(count: int, size: int) -> int:
-            fits = (n for n in range(1, count) if count % n == 0 and count // n * size <= largest)
+            fits = (n for n in range(1, count) if count % n == 0 and count // n * size <= most)
             return next(fits, count)
 
         size = tiling.tile * max(tiling.tile, features)

@@ -17,7 +17,7 @@ from jax_models.ops.delta.calls import (
     Steps,
 )
 from jax_models.ops.delta.documents import run_rows
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.rows import DividedMasks, given_rows
 
 DELTA_RULE = Operator(
@@ -35,7 +35,7 @@ GATED_DELTA_RULE = Operator(
         Form("sequential", sequential.run_gated, ("cpu",), pays=sequential.gated_pays),
         Form("definition", definition.gated_delta_rule),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 DeltaRuleMethod = Annotated[str, "auto or the name of a form"]
 """What runs a delta rule."""
@@ -186,13 +186,14 @@ def gated_delta_rule(
         method: the form that runs. "definition" is a plain `lax.scan`. "sequential" is a loop for
             CPUs. "chunked" computes 64 steps at a time by matrix products (Yang et al. 2024, arXiv
             2406.06484), or 32 without a `beta` or with a decay for each feature. "native" is the
-            package `twinscan-native`, which runs on CPUs, without a `beta`. "auto" chooses the
-            form that is likely to be the fastest for the call, on the platform that runs the
-            program. `ops.forms_of` shows the choice. All forms compute in at least float32, with
+            package `twinscan-native`, which runs on CPUs, without a `beta` and with one decay for
+            each head. "auto" chooses the form that is likely to be the fastest for the call, on the
+            platform that runs the program: "native" from 33 steps on, in float32 and on a single
+            CPU device. `ops.forms_of` shows the choice. All forms compute in at least float32, with
             the highest precision on a TPU. For the backward pass, the loops store √time states, or
-            all of them if they take at most 4 MiB, and "chunked" stores one a chunk. If "chunked"
-            runs and there is no `reset`, a NaN also reaches the outputs of up to 63 steps before
-            it.
+            all of them if they take at most 4 MiB, "chunked" stores one a chunk, and "native" one
+            every 64 steps. If "chunked" or "native" runs and there is no `reset`, a NaN also
+            reaches the outputs of up to 63 steps before it.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             to find how they change any state, and once from the state after the devices before it.

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.gated.cudnn import CUDNN
 from jax_models.ops.gated.definition import LSTMState, State, lstm
 from jax_models.ops.gated.stack import Stack, run_definition, run_xla
@@ -17,7 +17,7 @@ from jax_models.ops.rows import Masks, given_rows
 RECURRENT_STACK = Operator(
     "recurrent_stack",
     (CUDNN, Form("xla", run_xla), Form("definition", run_definition)),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_models.checks.arguments import checked
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.forms import Form, Operator, not_installed
+from jax_models.ops.forms import NATIVE, Form, Operator
 from jax_models.ops.linear.definition import advance
 from jax_models.ops.linear.selective_scan import chunked, definition
 from jax_models.ops.linear.selective_scan.definition import SelectiveScan, Steps
@@ -23,7 +23,7 @@ SELECTIVE_SCAN = Operator(
         Form("chunked", chunked.run, refusal=chunked.refusal, pays=chunked.pays),
         Form("definition", definition.scan),
     ),
-    (not_installed("native", "twinscan-native", "pip install ./native"),),
+    (NATIVE,),
 )
 
 SelectiveScanMethod = Annotated[str, "auto or the name of a form"]
@@ -63,10 +63,11 @@ def selective_scan(
         state: h before the first step. None: zero.
         method: the form that runs. "definition" is a plain `lax.scan`, whose backward pass stores
             all states. "chunked" stores one state for each chunk of at most 32 steps, and computes
-            the others again. "native" is the package `twinscan-native`, which runs on CPUs. "auto"
-            chooses the form that is likely to be the fastest for the call: where "native" is not
-            chosen, "chunked" if a derivative is computed and the number of steps is not symbolic,
-            and "definition" otherwise. `ops.forms_of` shows the choice.
+            the others again. "native" is the package `twinscan-native`, which runs on CPUs and
+            stores one state every 16 steps. "auto" chooses the form that is likely to be the
+            fastest for the call: "native" from 16 steps on, in float32 and on a single CPU device;
+            otherwise "chunked" if a derivative is computed and the number of steps is not symbolic,
+            and "definition" if not. `ops.forms_of` shows the choice.
         **masks: `lengths`, `reset` and `time_axis`, or `rows`, as in `DividedMasks`. At a `reset`,
             the state restarts from zero. With a `time_axis`, each device runs its steps twice: once
             from zero, and once from the state after the devices before it.
