@@ -21,6 +21,7 @@ from parity_tests.engine.bounds.tolerance import assert_same
 def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
     """Compares outputs and gradients for packed documents, in pieces that pass on their state."""
     monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 16)
+    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "SMALL_TILE", 8)
     rng = np.random.default_rng(window)
     time = 30
     q, k, v = (rng.standard_normal((2, time, heads, 6)) for heads in (4, 2, 2))
@@ -73,6 +74,7 @@ def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(
 ):
     """In these steps, the head's outputs are NaN and pass on no gradient."""
     monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "TILE", 16)
+    monkeypatch.setattr(import_module("jax_models.ops.attention.tiles"), "SMALL_TILE", 8)
     time, window, step = 30, 6, 11
     rng = np.random.default_rng(0)
     sound = {name: rng.standard_normal((1, time, 2, 4)).astype(np.float32) for name in "qkv"}

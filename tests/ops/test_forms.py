@@ -337,7 +337,7 @@ FORMS = [
 def test_equals_the_definition(operator, form, kind, seed, x64, monkeypatch):
     """Results and gradients agree in float64. Results in the padding do not matter."""
     monkeypatch.setattr(tiles, "TILE", 16)
-    monkeypatch.setattr(tiles, "LARGE_TILE", 16)
+    monkeypatch.setattr(tiles, "SMALL_TILE", 8)
     monkeypatch.setattr(tiles, "MAX_SCORES", 64)  # one head of keys of one row of the batch
     run, arrays, masks = CALLS[operator.name][0](kind, Draw(seed))
     rows = Rows.of(arrays[0].shape[1], masks.get("lengths"))

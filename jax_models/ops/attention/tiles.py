@@ -18,13 +18,9 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
-TILE, LARGE_TILE = 256, 512
-"""The largest number of steps of a tile on a CPU and on accelerators.
-
-The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
-products.
-"""
-MAX_SCORES = 2 * TILE**2
+TILE, SMALL_TILE = 512, 128
+"""The largest number of steps of a tile, also where small tiles pay."""
+MAX_SCORES = 3 * TILE**2
 """The largest number of scores that are computed at once on a CPU.
 
 If the tiles of all heads and rows of the batch have more, a few heads and rows are computed at a
@@ -59,17 +55,21 @@ def _run(call: CausalAttention, tiling: Tiling, parts: Parts) -> Array:
 
 
 def _small(call: CausalAttention) -> tuple[Tiling, Parts]:
-    time = call.q.shape[1]
-    # Where a query sees few keys, smaller tiles have fewer scores that no query sees.
-    is_long = not is_symbolic_dim(time) and time > TILE and call.window >= min(time, 4 * TILE)
-    tiling = _tiling(call, TILE if is_long else TILE // 2)
+    time, window = call.q.shape[1], call.window
+    if is_symbolic_dim(time):
+        tile = SMALL_TILE
+    else:
+        # XLA divides only large tiles among threads. But with a window, or past the end of a short
+        # sequence, large tiles have many scores that no query sees.
+        tile = max(SMALL_TILE, min(TILE, time if window >= time else window // 4))
+    tiling = _tiling(call, tile)
     # A loop over slices would copy a cache, and gather a batch that is divided over devices.
     in_parts = not call.past.keys.shape[1] and runs_on_one_device("cpu")
     return tiling, Parts.of(call.q, call.k, tiling, MAX_SCORES) if in_parts else WHOLE
 
 
 def _large(call: CausalAttention) -> tuple[Tiling, Parts]:
-    return _tiling(call, LARGE_TILE), WHOLE
+    return _tiling(call, TILE), WHOLE
 
 
 def _tiling(call: CausalAttention, largest: int) -> Tiling:
