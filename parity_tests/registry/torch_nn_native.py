@@ -38,12 +38,13 @@ CASES = [
 ]
 
 
-def changed(way: str, change: Change) -> Plant:
+def changed(pass_name: str, change: Change) -> Plant:
     """Changes operands of the forward or the backward kernels."""
 
     def wrong(by_library):
         def called(kernel, operands):
-            return by_library(kernel, operands | (change(operands) if kernel.way == way else {}))
+            is_changed = kernel.pass_name == pass_name
+            return by_library(kernel, operands | (change(operands) if is_changed else {}))
 
         return called
 
