@@ -388,14 +388,13 @@ def test_a_state_that_overflows_is_not_finite():
 
 @needs_kernels
 def test_positions_may_be_int64(x64):
-    q = jnp.ones((2, 20, 2, 8), jnp.float32)
-    starts = jnp.zeros(2, jnp.int64)
-    past = ops.LocalAttentionState(starts, q[:, :3], q[:, :3])
+    q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 20, 2, 8)))
+    past = ops.LocalAttentionState(jnp.zeros(2, jnp.int64), k[:, :3], v[:, :3])
     found = [
-        ops.local_attention(q, q, q, past, empty=True, method=method)[0]
+        ops.local_attention(q, k, v, past, empty=True, method=method)[0]
         for method in ("native", "definition")
     ]
-    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert_same(*found, what="native and the definition")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from jax_models.ops.shard_map_axes import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, SMALL_TILE = 512, 128
-"""The largest number of steps of a tile, also where small tiles pay."""
+"""The largest number of steps of a tile, and of one whose queries see few keys, on a CPU."""
 MAX_SCORES = 3 * TILE**2
 """The largest number of scores that are computed at once on a CPU.
 
