@@ -9,6 +9,7 @@ devices, and every 50 steps, the weights and the optimizer's state are saved in 
 step, so the resumed run sees the same batches as a run that was never interrupted.
 """
 
+import os
 from pathlib import Path
 
 import jax
@@ -44,7 +45,10 @@ def batch_of(step: int, text: np.ndarray) -> np.ndarray:
 
 def main(steps: int = 200, folder: Path = Path("checkpoints")):
     """Trains until `steps` steps are done, from the newest checkpoint in the folder, if any."""
-    jax.config.update("jax_num_cpu_devices", 4)  # leave this out on real devices
+    # Leave out these lines on real devices. Virtual ones wait for each other in a pool of threads,
+    # which therefore needs several for each device.
+    os.environ["NPROC"] = "16"
+    jax.config.update("jax_num_cpu_devices", 4)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     print(f"{mesh.size} devices, each with {BATCH // mesh.size} rows of a batch")
     by_rows, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())

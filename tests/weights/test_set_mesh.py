@@ -34,10 +34,15 @@ from jax_models import (
 )
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.layouts import params_of
+from train.trainer.mesh import THREADS_OF_DEVICE
 
 COLUMNS = P(None, "model")
 NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
-EIGHT = {"JAX_NUM_CPU_DEVICES": "8", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
+EIGHT = {
+    "JAX_NUM_CPU_DEVICES": "8",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+    "NPROC": str(8 * THREADS_OF_DEVICE),
+}
 """Eight devices, which run one program after the other, so that no two wait for each other."""
 
 
