@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.environment import Allocator, Environment, find_environment, without_malloc
-from benchmarks.problem import CannotSolve, Framework, Problem
+from benchmarks.problem import CannotSolve, Contender, Framework, Problem
 from jax_models import tune_allocator
 
 ENVIRONMENT = {
@@ -281,7 +281,7 @@ def own_seconds() -> float:
 
 # The functions below run in a worker.
 
-_PREPARED: dict[str, tuple[Callable[[], Any], int]] = {}
+_PREPARED: dict[str, tuple[Contender, Callable[[], Any], int]] = {}
 
 
 def _work(connection, tuned: bool) -> None:
@@ -302,14 +302,18 @@ def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
     side = importlib.import_module(f"benchmarks.{contender.framework}_side")
     with contender.tracing():
         call, count, prepared = side.prepare(contender.make(problem), problem, part)
-    _PREPARED[name] = call, count
+    _PREPARED[name] = contender, call, count
     return prepared
 
 
 def _burst(name: str, seconds: float = 0.15) -> Burst:
-    """Calls a prepared contender for a while."""
-    call, count = _PREPARED[name]
-    return burst(call, count, seconds=seconds)
+    """Calls a prepared contender for a while.
+
+    In another context than the one in which it was prepared, JAX would compile it again.
+    """
+    contender, call, count = _PREPARED[name]
+    with contender.tracing():
+        return burst(call, count, seconds=seconds)
 
 
 def burst(call: Callable[[], Any], count: int = 1, *, seconds: float) -> Burst:

@@ -27,6 +27,8 @@ from benchmarks.problem import (
     FORWARD,
     NATIVE,
     OURS,
+    Call,
+    Contender,
     Limits,
     only_definitions,
     without_kernels,
@@ -295,6 +297,18 @@ def test_a_program_is_traced_again_if_fewer_forms_are_available():
         with tracing():
             texts.append(run.lower(x).as_text())
     assert texts[0] == texts[2] != texts[1]
+
+
+def test_a_call_is_compiled_once(monkeypatch):
+    """It is timed in the context in which it was prepared."""
+    traces = []
+    call = Call(jax.jit(lambda: traces.append("traced")))
+    contender = Contender("jax", lambda _: call, kernels=False)
+    monkeypatch.setitem(gated.contenders, OURS, contender)
+    workers._prepare(gated.__name__, OURS, Gated("RNN", 5, 2, 4), FORWARD)
+    workers._burst(OURS, seconds=0)
+    workers._forget()
+    assert traces == ["traced"]
 
 
 def row(name: str, ms: float, framework="jax", **fields) -> Row:
