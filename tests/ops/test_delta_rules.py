@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -281,3 +282,17 @@ def test_memory_is_half_a_mebibyte_a_token():
     time = 8192
     wide, narrow = (1, time, 32, 128), (1, time, 32)
     assert memory_of_gradients(gated, wide, wide, wide, narrow, narrow) <= time * 2**19
+
+
+@pytest.mark.parametrize("has_beta", [False, True])
+def test_a_large_state_of_an_unknown_batch_is_exported(has_beta):
+    """The form that runs is chosen by the size of the state."""
+    (batch,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((batch, 16, 8, 128), jnp.float32)
+    rate = jax.ShapeDtypeStruct(x.shape[:3], x.dtype)
+
+    def run(x, log_decay, beta):
+        return gated_delta_rule(x, x, x, log_decay, beta)[0]
+
+    exported = export.export(jax.jit(run))(x, rate, rate if has_beta else None)
+    assert exported.out_avals[0].shape == x.shape

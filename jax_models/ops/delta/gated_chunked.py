@@ -14,6 +14,7 @@ from jax_models.ops.delta.calls import GatedDeltaRule, Results, by_head
 from jax_models.ops.delta.decays import Decays
 from jax_models.ops.delta.inverse import inverse_of_steps, step_and_other
 from jax_models.ops.delta.uncorrected import Chunk, run_chunk
+from jax_models.ops.forms import known_size
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.shard_map_axes import match_varying_axes
 
@@ -33,6 +34,8 @@ FEW_STEPS = 8
 """With fewer steps, one after the other is faster than a chunk, as measured on a CPU."""
 CACHE = 2**19
 """A size in bytes. A CPU reads and writes a larger state slowly in each step."""
+FIRST_CACHE = 2**15
+"""The size in bytes of the first cache of a core, for the same reason."""
 
 
 def refusal(call: GatedDeltaRule) -> str | None:
@@ -45,15 +48,19 @@ def refusal(call: GatedDeltaRule) -> str | None:
 def pays(call: GatedDeltaRule, platform: str, differentiated: bool) -> bool:
     """Whether chunks are likely to be faster than one step after the other.
 
-    On a CPU, the forward pass alone is faster step by step. An exception are states that exceed the
-    cache and are not corrected: chunks without a correction need the fewest matrix products.
+    On a CPU, the forward pass alone is faster step by step while the state stays in a cache. Chunks
+    without a correction need the fewest matrix products, so the whole state must exceed the last
+    cache of a core there. With a correction, the state of one head must exceed the first cache.
     """
     if call.steps.k.shape[1] < FEW_STEPS:
         return False
     if platform != "cpu" or differentiated:
         return True
-    exceeds_cache = call.state.size * call.state.dtype.itemsize > CACHE
-    return call.steps.beta is None and exceeds_cache
+    size = call.state.dtype.itemsize
+    if call.steps.beta is None:
+        return known_size(*call.state.shape) * size > CACHE
+    *_, values, keys = call.state.shape
+    return values * keys * size > FIRST_CACHE and not call.decays_by_feature
 
 
 def run(call: GatedDeltaRule) -> Results:
