@@ -176,7 +176,7 @@ def measure_preset(session: Session, preset: str) -> Outcome:
             outcome.left_out[f"{name} ({preset})"] = str(error)
             del sides[name]
     turns: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(1 if session.quick else 3):
+    for _ in range(1 if session.quick else 5):
         for name, (framework, side) in sides.items():
             short, long = (session.workers.call(framework, side, preset, n) for n in (few, many))
             turns[name].append((long - short) / (many - few))
