@@ -14,8 +14,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -85,7 +83,7 @@ class LinearAttentionJob : public TaskJob {
   using T = typename Call::Real;
 
   LinearAttentionJob(const Call& call, int threads, size_t scratch, size_t shared = 0)
-      : TaskJob(call.batch * call.key_heads * call.parts, threads, scratch, shared),
+      : TaskJob(call.batch * call.key_heads * call.parts, threads, scratch, shared, call.parts),
         call_(call),
         parts_(call.parts),
         heads_per_key_(call.heads / call.key_heads),
@@ -211,8 +209,7 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
 
   LinearAttentionBackwardJob(const Call& call, int threads)
       : Base(call, threads, Scratch(call, nullptr).bytes(),
-             call.parts == 1 ? 0 : call.batch * call.parts * of_row(call) * sizeof(T)),
-        ended_(call.batch * call.key_heads) {}
+             call.parts == 1 ? 0 : call.batch * call.parts * of_row(call) * sizeof(T)) {}
 
  private:
   struct Scratch : LinearAttentionScratch<T> {
@@ -327,7 +324,6 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
       transpose_back(s.dstates + n * of_state, of_v, values, features, call_.dstate + head,
                      features);
     }
-    if (parts_ > 1 && ++ended_[task / parts_] == parts_) add_parts(b, g);
   }
 
   // The numbers of q and k in a row of the batch.
@@ -344,7 +340,8 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
   }
 
   // Adds up what the parts of a row have written for a key head.
-  void add_parts(int64_t b, int64_t g) const {
+  void finish_group(int64_t group) override {
+    const int64_t b = group / call_.key_heads, g = group % call_.key_heads;
     const int64_t features = call_.features, distance = call_.key_heads * features;
     T* const sums[] = {call_.dq + b * call_.time * distance, call_.dk + b * call_.time * distance};
     for (int i = 0; i < 2; ++i) {
@@ -358,8 +355,6 @@ class LinearAttentionBackwardJob : public LinearAttentionJob<LinearAttentionBack
       }
     }
   }
-
-  std::vector<std::atomic<int64_t>> ended_;  // of each row and key head: the parts that have ended
 
   // The log decay of step s is in the sums of the pairs i < s ≤ t, of e_t for t ≥ s, of f_i for
   // i < s, and of Π.

@@ -13,9 +13,7 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <type_traits>
-#include <vector>
 
 #include "call.h"
 #include "rows.h"
@@ -38,7 +36,7 @@ class SelectiveScanJob : public TaskJob {
   using T = typename Call::Real;
 
   SelectiveScanJob(const Call& call, int threads, size_t scratch, size_t shared = 0)
-      : TaskJob(call.batch * call.parts, threads, scratch, shared), call_(call) {}
+      : TaskJob(call.batch * call.parts, threads, scratch, shared, call.parts), call_(call) {}
 
   // A part adds up lanes for the gradients of B and C, which takes about as long as a vector.
   static Call divided(Call call, int threads) {
@@ -182,8 +180,7 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
 
   SelectiveScanBackwardJob(const Call& call, int threads)
       : Base(call, threads, 5 * kSelectiveScanChunk * call.states * sizeof(Vector<T>) / 2,
-             call.parts == 1 ? 0 : call.batch * call.parts * 2 * of_row(call) * sizeof(T)),
-        ended_(call.batch) {}
+             call.parts == 1 ? 0 : call.batch * call.parts * 2 * of_row(call) * sizeof(T)) {}
 
  private:
   void run_task(int64_t task, void* scratch) override {
@@ -204,8 +201,6 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
       sum_lanes_of_each(numbers(dC), steps * call_.states, numbers(dC + size),
                         dC_of_part + t * call_.states);
     }
-    const int64_t parts = call_.parts, b = task / parts;
-    if (parts > 1 && ++ended_[b] == parts) add_parts(b);
   }
 
   static int64_t of_row(const Call& call) { return call.time * call.states; }
@@ -219,7 +214,7 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
   }
 
   // Adds up what the parts of a row have written.
-  void add_parts(int64_t b) const {
+  void finish_group(int64_t b) override {
     const int64_t size = of_row(call_);
     T* const sums[] = {call_.dB + b * size, call_.dC + b * size};
     for (int i = 0; i < 2; ++i) {
@@ -291,8 +286,6 @@ class SelectiveScanBackwardJob : public SelectiveScanJob<SelectiveScanBackward<T
     block.write_steps(ddt, call_.ddt);
     block.write_steps(dscaled, call_.du);
   }
-
-  std::vector<std::atomic<int64_t>> ended_;  // of each row: the parts that have ended
 };
 
 }  // namespace twinscan::TWINSCAN_ISA

@@ -184,18 +184,23 @@ int64_t choose_parts(int64_t rows, int64_t units, int threads) {
   return std::max(parts, fastest);
 }
 
-TaskJob::TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes)
+TaskJob::TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes,
+                 int64_t group_size)
     : threads_(int(std::min<int64_t>(threads, std::max<int64_t>(tasks, 1)))),
       scratch_bytes_((scratch_bytes + 63) / 64 * 64),
       shared_bytes_((shared_bytes + 63) / 64 * 64),
+      group_size_(group_size),
       memory_(shared_bytes_ + scratch_bytes_ * threads_),
-      progress_(tasks) {}
+      progress_(tasks),
+      ended_(tasks / group_size) {}
 
 void TaskJob::work(int thread) {
   void* const scratch = shared() + shared_bytes_ + scratch_bytes_ * thread;
   for (size_t task = 0; task < progress_.size(); ++task) {
     if (!progress_[task].begin(0)) continue;
     run_task(task, scratch);
+    const int64_t group = task / group_size_;
+    if (group_size_ > 1 && ++ended_[group] == group_size_) finish_group(group);
     progress_[task].end(0);
     wake();
   }

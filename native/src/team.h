@@ -92,15 +92,19 @@ class Memory {
 int64_t choose_parts(int64_t rows, int64_t units, int threads);
 
 // A job of tasks. Each thread has memory of its own for them, and the tasks share some, too. No more
-// threads work on a job than it has tasks.
+// threads work on a job than it has tasks. Each `group_size` tasks, in order, are a group.
 class TaskJob : public Job {
  public:
-  TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes = 0);
+  TaskJob(int64_t tasks, int threads, size_t scratch_bytes, size_t shared_bytes = 0,
+          int64_t group_size = 1);
   void work(int thread) final;
   int num_threads() const { return threads_; }
 
  protected:
   virtual void run_task(int64_t task, void* scratch) = 0;
+
+  // Runs after the tasks of each group, if there are several in it.
+  virtual void finish_group(int64_t) {}
 
   // A task may wait for those with lower numbers, which have begun.
   void wait_for(int64_t task) const { wait(progress_[task], 0); }
@@ -109,8 +113,10 @@ class TaskJob : public Job {
  private:
   const int threads_;
   const size_t scratch_bytes_, shared_bytes_;
+  const int64_t group_size_;
   const Memory memory_;
   std::vector<Progress> progress_;
+  std::vector<std::atomic<int64_t>> ended_;  // of each group: the tasks that have ended
 };
 
 }  // namespace twinscan
