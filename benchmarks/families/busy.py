@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks.families import attention
-from benchmarks.families.attention import Attention
-from benchmarks.families.gated.ours_and_torch import by_method as gated_by_method
-from benchmarks.families.gated.problem import Gated
+from benchmarks.families import attention, gated
+from benchmarks.families.gated.ours_and_torch import by_method
 from benchmarks.families.plain import Operator
 from benchmarks.families.plain.pairs import run_selective_scan, run_state_space
 from benchmarks.problem import NATIVE, OURS, Contenders, Function, Problem, operator
@@ -40,26 +38,23 @@ def scan(run: Callable, operator_name: str, *sizes: tuple[int, ...]) -> Kind:
 
 
 KINDS = {
-    "gated": Kind(
-        (
-            Gated("LSTM", 128, 32, 256),
-            Gated("LSTM", 1024, 1, 256),
-            Gated("GRU", 150, 16, 200, bidirectional=True),
-        ),
-        gated_by_method,
-    ),
-    "attention": Kind(
-        (
-            Attention(64, 128, 6, 64),
-            Attention(1, 777, 8, 64, kv_heads=2, window=256),
-        ),
-        attention.by_method,
-    ),
+    "gated": Kind(tuple(gated.problems(quick=False)), by_method),
+    "attention": Kind(tuple(attention.problems(quick=False)), attention.by_method),
     "state space": scan(
-        run_state_space, "state space", (1, 300, 2, 4, 64, 64), (2, 500, 1, 32, 64, 128)
+        run_state_space,
+        "state space",
+        (1, 300, 2, 4, 64, 64),
+        (1, 1024, 1, 24, 64, 128),
+        (2, 500, 1, 32, 64, 128),
+        (8, 128, 1, 8, 64, 256),
     ),
     "selective scan": scan(
-        run_selective_scan, "selective_scan", (1, 300, 128, 16), (4, 512, 192, 16)
+        run_selective_scan,
+        "selective_scan",
+        (1, 300, 128, 16),
+        (1, 1024, 1536, 16),
+        (4, 512, 192, 16),
+        (8, 128, 256, 16),
     ),
 }
 
@@ -88,7 +83,7 @@ class Busy(Problem):
 
 
 def problems(quick: bool) -> list[Busy]:
-    """A few problems of each kind, beside each number of processes."""
+    """The problems of each kind, beside each number of processes."""
     return [
         Busy(name, problem, num_busy)
         for name, kind in KINDS.items()
